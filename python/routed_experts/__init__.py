@@ -1,0 +1,1 @@
+"""Run the experts of a Mixture-of-Experts layer through interchangeable backends."""

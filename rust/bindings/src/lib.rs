@@ -1,0 +1,9 @@
+//! The Python module `routed_experts._core`: a thin shell over `routed-experts-core`.
+
+use pyo3::prelude::*;
+
+#[pymodule]
+fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add("__version__", env!("CARGO_PKG_VERSION"))?;
+    Ok(())
+}

@@ -1,0 +1,2 @@
+//! Pure Rust core of routed-experts: no Python, no torch.
+

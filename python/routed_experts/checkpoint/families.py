@@ -11,7 +11,7 @@ class Family:
 
     ``is_transposed=None`` is for families whose files exist both ways round: the pair of shapes settles it,
     which for gated experts it always can. ``activation`` is set where the family ignores its config.
-    ``swiglu_limit`` and ``swiglu_alpha`` hold where the config is silent; None: the gate has no such constant.
+    ``swiglu_limit`` and ``swiglu_alpha`` hold where the config is silent; None: the gate has no such number.
     """
 
     is_transposed: bool | None = False

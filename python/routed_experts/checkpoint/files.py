@@ -117,7 +117,12 @@ def read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise _broken_file(path, error) from error
     if not isinstance(value, dict):
-        raise CheckpointError(f"{path} is not a JSON object", found=type(value).__name__, needed="an object")
+        raise CheckpointError(
+            f"{path} is not a JSON object",
+            found=type(value).__name__,
+            needed="an object",
+            hint="the file is corrupt; fetch it again",
+        )
     return value
 
 

@@ -63,6 +63,7 @@ def _local_experts(count: int, rank: int | None, world: int | None, declared: De
             "rank and world do not name a share of the experts",
             found=f"rank={rank}, world={world}",
             needed="both, with 0 <= rank < world",
+            hint="leave both out to read every expert",
         )
     if declared.shard is not None:
         raise CheckpointError(

@@ -83,13 +83,17 @@ def _refuse_quantized(weights: Any, tensors: dict[str, torch.Tensor]) -> None:
             "these experts have no data to store",
             found="tensors on the meta device",
             needed="materialized tensors",
+            hint="load or initialize the weights first",
         )
 
 
 def _refuse_existing(folder: Path) -> None:
     if folder.exists() and not folder.is_dir():
         raise CheckpointError(
-            f"{folder} is not a folder", found="a file", needed="a folder, or a path not in use"
+            f"{folder} is not a folder",
+            found="a file",
+            needed="a folder, or a path not in use",
+            hint="the experts are written as a folder of two files; choose another path",
         )
     existing = [name for name in (WEIGHTS, INDEX, CONFIG) if (folder / name).exists()]
     if existing:

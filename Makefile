@@ -1,0 +1,89 @@
+# The one door to every chore; CI and the pre-commit hooks come in through it too. `make` lists the targets.
+VENV ?= .venv
+PYTHON ?= python3
+PY := $(VENV)/bin/python
+TAG := manylinux_2_28_x86_64
+READY := $(VENV)/.ready
+PYTEST_ARGS ?=
+PY_PATHS := python tests benches examples scripts
+RUST_SOURCES := Cargo.toml Cargo.lock $(shell find rust -name '*.rs' -o -name Cargo.toml)
+
+.DEFAULT_GOAL := help
+.PHONY: help build quickstart test test-rust test-python test-full lint lint-python lint-rust format stubtest \
+        licenses wheel check-wheel table bench doc hooks clean
+
+help: ## List the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+
+# An editable install: Python edits need no rebuild, and a changed Rust file rebuilds through this rule.
+$(READY): pyproject.toml .ci/constraints.txt $(RUST_SOURCES)
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet -c .ci/constraints.txt -e '.[dev]'
+	cargo fetch --quiet --locked
+	touch $@
+
+build: $(READY) ## Make the environment and build the package into it
+
+quickstart: $(READY) ## Install, then run examples/quickstart.py
+	$(PY) examples/quickstart.py
+
+test: test-rust test-python ## Run every test: Rust first, then Python
+
+test-rust: $(READY)
+	cargo test --workspace --locked
+
+test-python: $(READY)
+	$(PY) -m pytest $(PYTEST_ARGS)
+
+test-full: $(READY) ## Run the full oracle grid too (minutes)
+	$(PY) -m pytest -m 'full_grid or not full_grid' $(PYTEST_ARGS)
+
+lint: lint-python lint-rust licenses table ## Check format, types, clippy, licences and generated tables
+
+lint-python: $(READY)
+	$(PY) -m ruff check $(wildcard $(PY_PATHS))
+	$(PY) -m ruff format --check $(wildcard $(PY_PATHS))
+	$(PY) -m mypy
+
+lint-rust:
+	cargo fmt --all --check
+	cargo clippy --workspace --all-targets --locked -- -D warnings
+
+format: $(READY) ## Format both languages, fix what can be fixed, refresh the README table
+	$(PY) -m ruff check --fix $(wildcard $(PY_PATHS))
+	$(PY) -m ruff format $(wildcard $(PY_PATHS))
+	cargo fmt --all
+	$(PY) scripts/backends_table.py --write
+
+stubtest: $(READY) ## Compare _core.pyi with the built module
+	$(PY) -m mypy.stubtest routed_experts._core
+
+licenses: $(READY) ## Check the licences of the dependencies, offline
+	$(PY) scripts/check_licenses.py
+
+table: $(READY)
+	$(PY) scripts/backends_table.py --check
+
+# Zig's linker binds to an old glibc whatever the build machine has; maturin refuses a tag that is not true.
+wheel: $(READY) ## Build the wheel that is released into dist/
+	rm -rf dist
+	PATH="$(abspath $(VENV)/bin):$$PATH" $(PY) -m maturin build --release --locked --zig \
+	    --compatibility $(TAG:_x86_64=) --out dist
+
+check-wheel: wheel ## Check that wheel, and run it in an environment of its own
+	$(PY) scripts/check_wheel.py --tag $(TAG) dist/*.whl
+	$(PY) scripts/fresh_install.py dist/*.whl examples/quickstart.py
+
+bench: $(READY) ## Run the benchmarks of benches/
+	cargo bench -p routed-experts-core
+	set -e; for file in benches/bench_*.py; do $(PY) $$file; done
+
+doc: $(READY) ## Write the reference of both languages (site/, target/doc/)
+	RUSTDOCFLAGS='-D warnings' cargo doc --workspace --no-deps --locked
+	$(PY) -m pdoc --output-directory site routed_experts
+
+hooks: $(READY) ## Install the pre-commit hooks
+	$(PY) -m pre_commit install
+
+clean: ## Remove everything that was built, the environment included
+	rm -rf $(VENV) dist site target python/routed_experts/_core*.so

@@ -53,10 +53,11 @@ fn a_link_to_a_compiler_cache_is_asked_under_its_own_name() {
 
 #[test]
 fn a_silent_wrapper_gives_way_to_the_next_candidate_never_to_its_parent() {
-    let empty = with_toolkit(host().folder("/empty/bin"), "/usr/local/cuda");
+    // The path without a leading slash is in the working folder.
+    let empty = with_toolkit(host().folder("/empty/bin").file("here/bin/nvcc", ""), "/usr/local/cuda");
     let mut machine = empty.file("/wrap/bin/nvcc", "#!/bin/sh").set("PATH", "/wrap/bin");
     for output in
-        [None, Some("no answer"), Some("#$ TOP="), Some("#$ TOP=bin/.."), Some("#$ TOP=/empty/bin/..")]
+        [None, Some("no answer"), Some("#$ TOP="), Some("#$ TOP=here/bin/.."), Some("#$ TOP=/empty/bin/..")]
     {
         if let Some(output) = output {
             machine = machine.answers("/wrap/bin/nvcc", "-dryrun", output);
@@ -85,6 +86,7 @@ fn what_a_shell_would_pass_over_is_passed_over() {
         .plain("/plain/nvcc")
         .folder("/folder/nvcc")
         .link("/dangling/nvcc", "/gone")
+        .file("nvcc", "in the working folder")
         .set("PATH", ":/plain:/folder:/dangling:/good/bin");
     assert_eq!(find_toolkit(&machine).root.as_deref(), Some("/good"));
 }

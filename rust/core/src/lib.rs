@@ -1,2 +1,3 @@
 //! Pure Rust core of routed-experts: no Python, no torch.
 
+pub mod toolkit;

@@ -1,0 +1,7 @@
+"""Types of the Rust module."""
+
+from typing import Any
+
+__version__: str
+
+def find_toolkit() -> dict[str, Any]: ...

@@ -150,7 +150,7 @@ def _experts(options: dict[str, Any]) -> Any:
     def matrix(rows: int, columns: int) -> torch.Tensor:
         return empty(columns, rows) if options["transposed"] else empty(rows, columns)
 
-    tensors = {up: matrix(width, hidden), "down_proj": matrix(hidden, inner)}
+    tensors: dict[str, Any] = {up: matrix(width, hidden), "down_proj": matrix(hidden, inner)}
     if options["bias"]:
         tensors |= {f"{up}_bias": empty(width), "down_proj_bias": empty(hidden)}
     return rx.ExpertWeights(

@@ -90,6 +90,22 @@ def test_biases_per_expert(tmp_path: Path) -> None:
     assert torch.equal(read["down_proj_bias"], stack(tensors, "down_proj")[..., 0])
 
 
+def test_matrices_of_a_family_with_odd_stacks_are_plain_linears(tmp_path: Path) -> None:
+    """The family's transposed, interleaved stacks are no matter where each expert has matrices of its own."""
+    tensors = matrices()
+    biases = {name.replace(".weight", ".bias"): tensor[:, 0].clone() for name, tensor in tensors.items()}
+    read = read_experts(save(tmp_path, tensors | biases, CONFIG | {"model_type": "gpt_oss"}), 1)
+    assert (read["is_transposed"], read["is_concatenated"]) == (False, True)
+    assert (read["swiglu_limit"], read["swiglu_alpha"]) == (7.0, 1.702)
+    assert torch.equal(read["gate_up_proj"], gate_up(tensors))
+
+
+def test_the_text_model_of_a_composite_speaks_first(tmp_path: Path) -> None:
+    text = {"model_type": "gemma4_text", "hidden_activation": "gelu_pytorch_tanh", "num_experts": E}
+    config = {"model_type": "gemma4", "hidden_act": "relu", "num_experts": 99, "text_config": text}
+    assert read_experts(save(tmp_path, matrices(), config), 1)["activation"] == "gelu_pytorch_tanh"
+
+
 def test_stacked_up_proj_without_gate_is_not_gated(tmp_path: Path) -> None:
     tensors = {PREFIX + "up_proj": torch.randn(E, I, H), PREFIX + "down_proj": torch.randn(E, H, I)}
     read = read_experts(save(tmp_path, tensors, CONFIG | {"hidden_act": "relu2"}), 1)

@@ -128,7 +128,9 @@ def test_expert_numbers_from_a_hostile_file_are_not_counted_to(tmp_path: Path) -
     tensors = {
         f"{PREFIX}999999.{role}.weight": torch.ones(2, 2) for role in ("gate_proj", "up_proj", "down_proj")
     }
-    assert "expert 0 has no" in str(_refused(save(tmp_path, tensors, {"hidden_act": "silu"})).found)
+    error = _refused(save(tmp_path, tensors, {"hidden_act": "silu"}))
+    assert "expert 0 has no" in str(error.found)
+    assert "of each of 2 experts" in str(error.needed)
 
 
 def test_layer_out_of_range(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+__all__ = ["__version__", "find_toolkit"]
 __version__: str
 
 def find_toolkit() -> dict[str, Any]: ...

@@ -22,7 +22,7 @@ from routed_experts.cli.output import (
     size,
     verdict,
 )
-from routed_experts.facts import Facts, current_facts
+from routed_experts.facts import current_facts
 from routed_experts.selection import machine_decisions
 from routed_experts.toolkit import find_toolkit
 
@@ -46,25 +46,15 @@ def doctor(checkpoint: Path | None, as_json: bool) -> None:
         print_report(open_console(), report)
 
 
-def machine_facts(devices: list[dict[str, Any]]) -> Facts:
-    """Return the facts of this machine with its first visible GPU as the device, if torch can use one."""
-    facts = current_facts()
-    gpu = next((device for device in devices if device["kind"] == "cuda"), None)
-    if gpu is None or machine.describe_torch()["built_with_cuda_runtime"] is None:
-        return facts
-    return facts.replace(device="cuda", capability=gpu["capability"])
-
-
 def examine(checkpoint: Path | None = None) -> dict[str, Any]:
     """Return the report as plain data; ``checkpoint`` is a key of it only if one was given."""
-    devices = machine.describe_devices()
     toolkit = find_toolkit().to_dict()
     # The folder of the headers is in the accepted candidate's words.
     del toolkit["include"]
     report: dict[str, Any] = {
         "machine": machine.describe_machine(),
         "torch": machine.describe_torch(),
-        "devices": devices,
+        "devices": machine.describe_devices(),
         "packages": machine.describe_packages(),
         "toolkit": toolkit,
         "backends": [
@@ -75,7 +65,7 @@ def examine(checkpoint: Path | None = None) -> dict[str, Any]:
                 "needed": decision.needed,
                 "hint": decision.hint,
             }
-            for decision in machine_decisions(machine_facts(devices))
+            for decision in machine_decisions(current_facts())
         ],
     }
     if checkpoint is not None:

@@ -45,7 +45,7 @@ def expert_bytes(folder: Path) -> dict[str, Any]:
 def _files(folder: Path) -> list[Path]:
     """Return the files that hold the model; a folder may hold a second copy of it in other files."""
     if (folder / _INDEX).is_file():
-        files = [folder / name for name in _shards(folder / _INDEX)]
+        files = _shards(folder / _INDEX)
     elif (folder / _SINGLE).is_file():
         files = [folder / _SINGLE]
     else:
@@ -63,9 +63,10 @@ def _files(folder: Path) -> list[Path]:
     return files
 
 
-def _shards(index: Path) -> list[str]:
+def _shards(index: Path) -> list[Path]:
     try:
-        return sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+        names = json.loads(index.read_bytes())["weight_map"].values()
+        return sorted({index.parent / name for name in names})
     except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
         raise _unreadable(index, error, "a JSON object with a weight_map of tensor names to files") from error
 

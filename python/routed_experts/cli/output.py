@@ -88,6 +88,13 @@ def reasons(found: str | None, needed: str | None, hint: str | None) -> str:
     return "\n".join(f"{label}: {text}" for label, text in parts if text)
 
 
+def duration(microseconds: float | None) -> str:
+    """Return a time for reading; None reads as a dash."""
+    if microseconds is None:
+        return "-"
+    return f"{microseconds:.1f} us" if microseconds < 1000 else f"{microseconds / 1000:.1f} ms"
+
+
 def size(count: int | None) -> str | None:
     """Return bytes for reading, in binary units."""
     if count is None:

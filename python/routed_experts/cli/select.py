@@ -10,10 +10,9 @@ import torch
 from click.core import ParameterSource
 
 import routed_experts as rx
-from routed_experts import machine
-from routed_experts.cli.doctor import machine_facts
 from routed_experts.cli.output import (
     Command,
+    duration,
     json_option,
     make_table,
     open_console,
@@ -22,7 +21,7 @@ from routed_experts.cli.output import (
     reasons,
     verdict,
 )
-from routed_experts.facts import Facts
+from routed_experts.facts import Facts, current_facts
 
 _LAYOUT = ("has_gate", "transposed", "interleaved", "bias", "activation")
 _DTYPES = ("float64", "float32", "bfloat16", "float16")
@@ -125,7 +124,7 @@ def _names(parameters: Any) -> str:
 
 
 def _facts(device: str | None, capability: tuple[int, int] | None) -> Facts:
-    facts = machine_facts(machine.describe_devices())
+    facts = current_facts()
     if capability is not None:
         return facts.replace(device="cuda", capability=capability)
     if device is None or device == facts.device:
@@ -151,7 +150,7 @@ def _experts(options: dict[str, Any]) -> Any:
     def matrix(rows: int, columns: int) -> torch.Tensor:
         return empty(columns, rows) if options["transposed"] else empty(rows, columns)
 
-    tensors = {up: matrix(width, hidden), "down_proj": matrix(hidden, inner)}
+    tensors: dict[str, Any] = {up: matrix(width, hidden), "down_proj": matrix(hidden, inner)}
     if options["bias"]:
         tensors |= {f"{up}_bias": empty(width), "down_proj_bias": empty(hidden)}
     return rx.ExpertWeights(
@@ -168,6 +167,6 @@ def _print_selection(selection: Any) -> None:
     console.print(f"Selected: {selection.name}{way}\n")
     table = make_table(console, "Backend", "Runs this", "Predicted", "Why, and what to do")
     for one in selection.decisions:
-        time = "-" if one.predicted_us is None else f"{one.predicted_us:.1f} us"
-        table.add_row(one.backend, verdict(one.accepted), time, reasons(one.found, one.needed, one.hint))
+        why = reasons(one.found, one.needed, one.hint)
+        table.add_row(one.backend, verdict(one.accepted), duration(one.predicted_us), why)
     print_section(console, "Decisions", table)

@@ -1,12 +1,11 @@
 //! The Python module `routed_experts._core`: a thin shell over `routed-experts-core`.
 
-mod toolkit;
-
 use pyo3::prelude::*;
+
+mod toolkit;
 
 #[pymodule]
 fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
-    module.add_function(wrap_pyfunction!(toolkit::find_toolkit, module)?)?;
-    Ok(())
+    toolkit::register(module)
 }

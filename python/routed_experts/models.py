@@ -12,7 +12,7 @@ from routed_experts.names import decode_name, is_load_time_only, library_name, p
 from routed_experts.parts import Part, Parts, parts_of
 from routed_experts.switching import ExpertsModule, switch_of
 
-Implementation = str | Mapping[str, "str | None"] | None
+Implementation = str | Mapping[str, str | None] | None
 
 Change = tuple[ExpertsModule, str]
 

@@ -1,2 +1,9 @@
 //! Pure Rust core of routed-experts: no Python, no torch.
 
+pub mod cost;
+pub mod error;
+pub mod facts;
+mod report;
+pub mod requirements;
+pub mod select;
+pub mod version;

@@ -97,8 +97,8 @@ pub struct Problem {
     pub has_post_expert_norm: bool,
     /// How the weights are quantized, if they are.
     pub quantization: Option<Quantization>,
-    /// Rows of both weights start at multiples of 16 bytes, forward and backward.
-    pub weights_aligned: bool,
+    /// Largest power of two that divides the bytes of every row and start of the weights, forward and backward.
+    pub weight_alignment: u64,
     /// A gradient is wanted.
     pub training: bool,
     /// The call is being traced by a compiler.

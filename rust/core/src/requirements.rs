@@ -71,8 +71,11 @@ pub enum Requirement {
         /// Names, `bfloat16`.
         any_of: Vec<String>,
     },
-    /// Rows of both weights start at multiples of 16 bytes.
-    WeightsAligned {},
+    /// Rows of both weights, forward and backward, start at multiples of this many bytes.
+    WeightsAligned {
+        /// The unit.
+        bytes: u64,
+    },
     /// Sizes divide by `n`.
     MultipleOf {
         /// The divisor.
@@ -260,7 +263,7 @@ impl Requirement {
             Self::NoSwigluLimit {} => module::no_swiglu_limit(problem),
             Self::NoSwigluAlpha {} => module::no_swiglu_alpha(problem),
             Self::Dtype { any_of } => module::dtype(any_of, problem),
-            Self::WeightsAligned {} => module::weights_aligned(problem),
+            Self::WeightsAligned { bytes } => module::weights_aligned(*bytes, problem),
             Self::MultipleOf { n, dims } => module::multiple_of(*n, dims, problem),
             Self::Unquantized {} => module::quantization(&["none".into()], problem),
             Self::Quantization { any_of } => module::quantization(any_of, problem),

@@ -178,10 +178,12 @@ fn refusal(spec: &Spec, facts: &Facts, problem: &Problem, first: Class) -> Optio
     checks.sort_by_key(|(class, _)| *class);
     let mut failed = checks.into_iter().filter_map(|(class, rejection)| Some((class, rejection?)));
     let (class, rejection) = failed.next()?;
-    // A backend that is not written yet still says whether this machine would do.
-    match failed.next() {
-        Some((_, next)) if class == Class::Release => Some((class, rejection.and(next))),
-        _ => Some((class, rejection)),
+    // A backend without code says so beside any other reason, or its hint would lead nowhere; and says
+    // what the machine lacks.
+    let unwritten = class == Class::Release;
+    match failed.find(|(next, _)| unwritten || *next == Class::Release) {
+        Some((_, also)) => Some((class, rejection.and(also))),
+        None => Some((class, rejection)),
     }
 }
 

@@ -23,7 +23,7 @@ fn problem(change: &Value) -> Problem {
             "dtype": "bfloat16", "weight_dtype": "bfloat16", "has_gate": true, "is_transposed": false,
             "is_concatenated": true, "has_bias": false, "activation": "silu", "own_gate": false,
             "swiglu_limit": null, "swiglu_alpha": null, "has_post_expert_norm": false, "quantization": null,
-            "weights_aligned": true, "training": false, "compiling": false, "capturing": false,
+            "weight_alignment": 64, "training": false, "compiling": false, "capturing": false,
             "expert_parallel": false, "process_group": false, "device_span": 1, "scratch_limit_bytes": 1000}),
         change,
     )
@@ -94,8 +94,8 @@ fn module_sentences() {
         (json!({"kind": "no_swiglu_alpha"}), json!({"swiglu_alpha": 1.702}), UnsupportedExperts, "1.702"),
         (dtype("bfloat16"), json!({"dtype": "float64"}), UnsupportedExperts, "float64"),
         (
-            json!({"kind": "weights_aligned"}),
-            json!({"weights_aligned": false}),
+            json!({"kind": "weights_aligned", "bytes": 16}),
+            json!({"weight_alignment": 4}),
             UnsupportedExperts,
             "hidden_size 256",
         ),

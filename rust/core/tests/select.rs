@@ -89,7 +89,9 @@ fn cheap_questions_come_first_in_whatever_order_they_are_written() {
     let specs = [spec("one", &json!({"devices": ["cuda"], "requires": requires}))];
     let refusal = |problem: &Problem| select(&specs, &cpu(), problem, "one").unwrap_err();
     let gated = Problem { has_gate: true, ..problem() };
-    assert_eq!(refusal(&problem()).kind, ErrorKind::UnsupportedExperts);
+    let ungated = refusal(&problem());
+    assert_eq!(ungated.kind, ErrorKind::UnsupportedExperts);
+    assert!(ungated.needed.unwrap().contains("gated experts (gate_up_proj); a later version"));
     let capturing = refusal(&Problem { capturing: true, ..gated.clone() });
     assert!(capturing.found.unwrap().contains("graph"));
     let unready = refusal(&gated);

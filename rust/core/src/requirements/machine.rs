@@ -18,8 +18,8 @@ pub fn not_in_this_version() -> Check {
     machine(
         false,
         format!("routed-experts {}", env!("CARGO_PKG_VERSION")),
-        "a later version: this backend is not in this version, only its requirements are",
-        "use backend=\"auto\" or another backend until then",
+        "a later version: this backend is not in this version yet",
+        "use backend=\"auto\" until then",
     )
 }
 

@@ -67,12 +67,12 @@ pub fn dtype(any_of: &[String], problem: &Problem) -> Check {
     need(holds, UnsupportedExperts, problem.dtype.as_str(), either(any_of), hint)
 }
 
-pub fn weights_aligned(problem: &Problem) -> Check {
-    let (hidden, inner) = (problem.hidden_size, problem.intermediate_size);
+pub fn weights_aligned(bytes: u64, problem: &Problem) -> Check {
+    let (hidden, inner, found) = (problem.hidden_size, problem.intermediate_size, problem.weight_alignment);
     shape(
-        problem.weights_aligned,
-        format!("hidden_size {hidden}, intermediate_size {inner}, {}", problem.weight_dtype),
-        "rows of both weights start at multiples of 16 bytes",
+        found % bytes.max(1) == 0,
+        format!("weights aligned to {found} bytes (hidden_size {hidden}, intermediate_size {inner})"),
+        format!("rows of both weights that start at multiples of {bytes} bytes"),
     )
 }
 

@@ -126,6 +126,8 @@ mod tests {
     fn hand_worked_prediction() {
         // One expert: 8 * (4 + 2) elements of 2 bytes = 96; activations (16 + 8 + 4 + 8) * 2 = 72.
         assert!((cost(false).predict(&problem()) - (10.0 + 2.0 + 1.68)).abs() < 1e-9);
+        let twice = Cost { weight_passes: 2.0, ..cost(false) };
+        assert!((twice.predict(&problem()) - (10.0 + 2.0 + 2.64)).abs() < 1e-9);
         let four_bit = Problem {
             quantization: Some(Quantization { fmt: "mxfp4".into(), ..Quantization::default() }),
             weight_dtype: "int8".into(),

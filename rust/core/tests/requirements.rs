@@ -232,6 +232,12 @@ fn torch_and_capability_are_read_as_a_table() {
         let met = requirement(&table).check(&fact, &problem(&json!({}))).is_ok();
         assert_eq!(met, runs, "torch {torch} on {capability:?}");
     }
+    // Both windows leave their upper end out.
+    let window = json!({"kind": "torch_capability", "rows": [table["rows"][0]]});
+    for (torch, capability) in [("2.9.0", [9, 0]), ("2.8.0", [9, 1])] {
+        let fact = json!({"torch": torch, "capability": capability});
+        refuses_only(&window, &fact, &json!({}), BackendUnavailable, &format!("torch {torch} on SM9"));
+    }
 }
 
 #[test]

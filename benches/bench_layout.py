@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
+
 from routed_experts.layout import build_layout
 
 CASES = [(1, 8, 128), (8, 8, 128), (64, 8, 128), (512, 4, 60), (4096, 8, 256), (65_536, 8, 384)]
@@ -71,17 +72,13 @@ def show(rows: list[dict[str, Any]]) -> None:
     table = Table("T", "K", "E", "ours, us", "best", "torch, us", "best", "torch / ours")
     for row in rows:
         shape = [str(row[name]) for name in ("tokens", "slots", "num_experts")]
-        figures = [
-            f"{row[way][figure]:.2f}" for way in ("ours", "torch") for figure in ("median_us", "best_us")
-        ]
+        figures = [f"{row[way][figure]:.2f}" for way in ("ours", "torch") for figure in ("median_us", "best_us")]
         table.add_row(*shape, *figures, f"{row['ratio']:.1f}x")
     Console().print(table)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     arguments = parser.parse_args()
     torch.set_num_threads(1)

@@ -143,9 +143,7 @@ def main() -> int:
     for fault in faults:
         print(f"FAULT {fault}")
     if not faults:
-        print(
-            f"{len(arguments.wheels)} wheel: cp310-abi3, true to {arguments.tag}, baseline x86-64, complete"
-        )
+        print(f"{len(arguments.wheels)} wheel: cp310-abi3, true to {arguments.tag}, baseline x86-64, complete")
     return 1 if faults else 0
 
 

@@ -61,18 +61,34 @@ def rms_norm(d):
     return d * torch.rsqrt(d.square().mean(-1, keepdim=True) + 1e-3)
 
 
-def full_grid():
-    names = list(FACTORS)
-    return (Case(**dict(zip(names, values, strict=True))) for values in itertools.product(*FACTORS.values()))
+CROSSED = (
+    "tokens",
+    "top_k",
+    "num_experts",
+    "sizes",
+    "dtype",
+    "gate",
+    "is_transposed",
+    "is_concatenated",
+    "bias",
+    "norm",
+)
+
+
+def full_grid(part, parts):
+    """Every ``parts``-th combination of sizes, dtypes and flags; what is left of the factors is drawn for each."""
+    combinations = itertools.product(*(FACTORS[name] for name in CROSSED))
+    rng = random.Random(part)
+    for values in itertools.islice(combinations, part, None, parts):
+        drawn = {name: rng.choice(choices) for name, choices in FACTORS.items() if name not in CROSSED}
+        yield Case(**dict(zip(CROSSED, values, strict=True)), **drawn)
 
 
 def pairwise(seed=0):
     """Cases that together hold every pair of values of every two factors (greedy, best of some random tries)."""
     rng = random.Random(seed)
     names = list(FACTORS)
-    uncovered = {
-        (a, x, b, y) for a, b in itertools.combinations(names, 2) for x in FACTORS[a] for y in FACTORS[b]
-    }
+    uncovered = {(a, x, b, y) for a, b in itertools.combinations(names, 2) for x in FACTORS[a] for y in FACTORS[b]}
     cases = []
     while uncovered:
         best, best_pairs = None, set()
@@ -106,9 +122,7 @@ def build(case, seed=0):
     tensors = {up_name: matrix(width, hidden), "down_proj": matrix(hidden, inner)}
     if case.bias:
         tensors |= {up_name + "_bias": normal(experts, width), "down_proj_bias": normal(experts, hidden)}
-    flags = {"is_transposed": case.is_transposed, "is_concatenated": case.is_concatenated} | _gate_flags(
-        case.gate
-    )
+    flags = {"is_transposed": case.is_transposed, "is_concatenated": case.is_concatenated} | _gate_flags(case.gate)
     if case.norm:
         flags["post_expert_norm"] = rms_norm
     x = normal(case.tokens, 2 * hidden)[:, ::2] if case.strided else normal(case.tokens, hidden)
@@ -140,9 +154,7 @@ def _route(case, g):
     if case.routing == "all here":
         return index
     outside = (
-        experts
-        if case.index_dtype == torch.uint8
-        else torch.where(torch.rand(shape, generator=g) < 0.5, -1, experts)
+        experts if case.index_dtype == torch.uint8 else torch.where(torch.rand(shape, generator=g) < 0.5, -1, experts)
     )
     outside = torch.as_tensor(outside).expand(shape)
     gone = torch.rand(shape, generator=g) < (0.4 if case.routing == "sentinels" else 2.0)

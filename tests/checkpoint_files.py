@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from routed_experts.checkpoint import files
 from safetensors import safe_open
 from safetensors.torch import save_file
+
+from routed_experts.checkpoint import files
 
 E, H, I = 4, 6, 5  # noqa: E741 (the contract's letters)
 CONFIG = {"model_type": "qwen3_moe", "hidden_act": "silu", "num_experts": E}
@@ -51,8 +52,7 @@ def save_sharded(folder: Path, tensors: dict[str, torch.Tensor], shards: int = 3
     """The same, spread over several files with an index; neighbours in name go to different files."""
     folder.mkdir(parents=True, exist_ok=True)
     names = {
-        name: f"model-{number % shards + 1:05d}-of-{shards:05d}.safetensors"
-        for number, name in enumerate(tensors)
+        name: f"model-{number % shards + 1:05d}-of-{shards:05d}.safetensors" for number, name in enumerate(tensors)
     }
     for file in set(names.values()):
         save_file({name: tensors[name] for name in tensors if names[name] == file}, folder / file)

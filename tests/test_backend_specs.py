@@ -34,9 +34,7 @@ def refusal(name: str, facts: Facts, **changes: Any) -> errors.RoutedExpertsErro
 def test_backends_without_code_are_listed_and_never_accepted(name):
     for facts in (machine(), machine((10, 0)), Facts(device="cpu", torch="2.13.0")):
         decision = next(
-            one
-            for one in select_backend(make_experts(), num_tokens=4, facts=facts).decisions
-            if one.backend == name
+            one for one in select_backend(make_experts(), num_tokens=4, facts=facts).decisions if one.backend == name
         )
         assert not decision.accepted
         assert "not in this version" in decision.needed
@@ -44,9 +42,7 @@ def test_backends_without_code_are_listed_and_never_accepted(name):
             select_backend(make_experts(), num_tokens=4, facts=facts, backend=name)
 
 
-@pytest.mark.parametrize(
-    ("name", "capability"), [("deepgemm", (9, 0)), ("deepgemm", (10, 0)), ("sonicmoe", (9, 0))]
-)
+@pytest.mark.parametrize(("name", "capability"), [("deepgemm", (9, 0)), ("deepgemm", (10, 0)), ("sonicmoe", (9, 0))])
 def test_a_machine_with_everything_is_accepted(name, capability):
     assert ask(specs_of(name), machine(capability), name)["name"] == name
 
@@ -156,9 +152,7 @@ def test_deepgemm_refuses_other_blocks_and_biases_of_quantized_experts():
         assert ask(specs_of("deepgemm"), machine(), "deepgemm", **change)["name"] == "deepgemm"
 
 
-@pytest.mark.parametrize(
-    ("capability", "accepted"), [((8, 0), False), ((8, 6), False), ((8, 9), True), ((9, 0), True)]
-)
+@pytest.mark.parametrize(("capability", "accepted"), [((8, 0), False), ((8, 6), False), ((8, 9), True), ((9, 0), True)])
 def test_e4m3_needs_sm89(capability, accepted):  # B41
     experts = make_experts(quantization=quantized("fp8_block", torch.float32))
     assert ask(specs_of("fused"), machine(capability), "fused")["path"] == "triton"

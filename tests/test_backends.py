@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,22 +15,27 @@ from oracle import TOLERANCE, experts_oracle, relative_error
 from torch import nn
 
 import routed_experts as rx
-from routed_experts import selection
+from routed_experts import _core, selection
+from routed_experts.backends.registry import REGISTRY
+from routed_experts.facts import facts_for
 from routed_experts.moe import Call, execute
+from routed_experts.problem import problem_fields
 
 PAIRWISE = pairwise()
 NAMES = ("eager", "batched_mm", "grouped_mm")
 
 
-def runnable_rows(experts, device="cpu", **state):
-    """Every row, not only the cheapest of a name, that the selection accepts for these experts."""
-    facts = rx.current_facts(device)
+def runnable_rows(experts, dtype, device):
+    """Every row of the table, not only the cheapest of a name, that the core accepts for these experts."""
+    facts = facts_for(torch.device(device)).to_dict()
+    problem = selection._problem(problem_fields(experts), 4, (2, dtype, "auto", True, False, False, False, False))
     rows = []
-    for name in NAMES:
-        for spec, run in rx.backends.__globals__["REGISTRY"].backend(name).rows:
-            row = selection.row_for(spec, run, experts, facts, **state)
-            if row is not None:
-                rows.append(row)
+    for spec, run in REGISTRY.table().rows:
+        try:
+            _core.Registry([spec.to_dict()]).select(facts, problem, spec.name)
+        except rx.RoutedExpertsError:
+            continue
+        rows.append(SimpleNamespace(name=spec.name, path=spec.path, spec=spec, run=run))
     return rows
 
 
@@ -41,8 +46,8 @@ def run_all_rows(case, device="cpu", seed=0):
     wanted, wanted_grads, cotangent = oracle_of(case, inputs, index, flags)
     ran = []
     probe = rx.ExpertWeights(**{name: t.to(device) for name, t in tensors.items()}, **flags)
-    for row in runnable_rows(probe, device, dtype=case.dtype):
-        fresh = {name: moved(t, device).requires_grad_() for name, t in inputs.items()}
+    for row in runnable_rows(probe, case.dtype, device):
+        fresh = {name: leaf_like(t, device) for name, t in inputs.items()}
         ids = index.to(device)
         before = ids.clone()
         experts = rx.ExpertWeights(**{name: fresh[name] for name in tensors}, **flags)
@@ -58,17 +63,9 @@ def run_all_rows(case, device="cpu", seed=0):
     return ran
 
 
-def moved(tensor, device):
-    """A leaf of the same strides on the device."""
-    return (
-        tensor.detach().to(device, copy=True).as_strided(tensor.shape, tensor.stride())
-        if False
-        else _copy(tensor, device)
-    )
-
-
-def _copy(tensor, device):
-    return torch.empty_like(tensor, device=device).copy_(tensor)
+def leaf_like(tensor, device):
+    """A leaf of the same values and strides on the device."""
+    return torch.empty_like(tensor, device=device).copy_(tensor).requires_grad_()
 
 
 def check_gradient(row, name, leaf, wanted, dtype):
@@ -102,19 +99,13 @@ def test_every_pair_of_factors(case, poisoned):
 
 
 def test_pairs_are_covered():
-    seen = {
-        (a, getattr(c, a), b, getattr(c, b)) for c in PAIRWISE for a, b in itertools.combinations(FACTORS, 2)
-    }
-    wanted = {
-        (a, x, b, y) for a, b in itertools.combinations(FACTORS, 2) for x in FACTORS[a] for y in FACTORS[b]
-    }
+    seen = {(a, getattr(c, a), b, getattr(c, b)) for c in PAIRWISE for a, b in itertools.combinations(FACTORS, 2)}
+    wanted = {(a, x, b, y) for a, b in itertools.combinations(FACTORS, 2) for x in FACTORS[a] for y in FACTORS[b]}
     assert wanted <= seen
 
 
 def test_both_grouped_paths_ran():
-    aligned = next(
-        c for c in PAIRWISE if c.sizes == (8, 16) and c.dtype == torch.bfloat16 and c.tokens and c.top_k
-    )
+    aligned = next(c for c in PAIRWISE if c.sizes == (8, 16) and c.dtype == torch.bfloat16 and c.tokens and c.top_k)
     assert {("grouped_mm", "torch"), ("grouped_mm", "loop")} <= set(run_all_rows(aligned))
 
 
@@ -130,12 +121,11 @@ def test_samples_of_the_grid(case, seed):
 
 
 @pytest.mark.full_grid
-@pytest.mark.parametrize("part", range(64))
+@pytest.mark.parametrize("part", range(997))
+@pytest.mark.timeout(600)
 def test_full_grid(part):
-    """A 64th of the grid each: cases in random order, so that every part meets every factor."""
-    cases = list(full_grid())
-    random.Random(1).shuffle(cases)
-    for case in cases[part::64]:
+    """A prime number of parts, so that each one meets every value of every factor."""
+    for case in full_grid(part, 997):
         run_all_rows(case)
 
 

@@ -23,9 +23,10 @@ from checkpoint_files import (
     save_shifted,
     stack,
 )
+from safetensors.torch import save_file
+
 from routed_experts.checkpoint import read_experts
 from routed_experts.errors import CheckpointError
-from safetensors.torch import save_file
 
 
 @pytest.fixture
@@ -71,10 +72,7 @@ def test_w1_is_gate_w3_is_up_w2_is_down(tmp_path: Path) -> None:
     tensors = matrices()
     names = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
     renamed = {
-        name.replace(long, short): t
-        for name, t in tensors.items()
-        for long, short in names.items()
-        if long in name
+        name.replace(long, short): t for name, t in tensors.items() for long, short in names.items() if long in name
     }
     read = read_experts(save(tmp_path, renamed, CONFIG | {"model_type": "mixtral"}), 1)
     assert torch.equal(read["gate_up_proj"], gate_up(tensors))

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 from checkpoint_files import CONFIG, PREFIX, E, H, I, Spy, gate_up, matrices, save, save_sharded
+from safetensors.torch import save_file
+
 from routed_experts.checkpoint import read_experts
 from routed_experts.errors import CheckpointError, UnsupportedScheme
-from safetensors.torch import save_file
 
 
 @pytest.fixture
@@ -36,9 +37,7 @@ def test_six_experts_on_four_ranks_name_both_numbers(tmp_path: Path) -> None:
     assert "world=4" in str(error.found)
 
 
-@pytest.mark.parametrize(
-    "share", [{"rank": 0}, {"world": 2}, {"rank": 2, "world": 2}, {"rank": -1, "world": 2}]
-)
+@pytest.mark.parametrize("share", [{"rank": 0}, {"world": 2}, {"rank": 2, "world": 2}, {"rank": -1, "world": 2}])
 def test_rank_and_world_must_name_a_share(share: dict[str, int], tmp_path: Path) -> None:
     _refused(save(tmp_path, matrices()), **share)
 
@@ -65,9 +64,7 @@ def test_missing_stack_or_bias_is_named(tmp_path: Path) -> None:
     assert "(down_proj missing)" in str(_refused(save(tmp_path / "b", tensors)).needed)
 
 
-@pytest.mark.parametrize(
-    "odd", [torch.ones(I, H, dtype=torch.bfloat16), torch.ones(I + 1, H), torch.ones(())]
-)
+@pytest.mark.parametrize("odd", [torch.ones(I, H, dtype=torch.bfloat16), torch.ones(I + 1, H), torch.ones(())])
 def test_an_expert_unlike_the_others_is_named(odd: torch.Tensor, spy: Spy, tmp_path: Path) -> None:
     tensors = matrices() | {PREFIX + "1.up_proj.weight": odd}
     error = _refused(save(tmp_path, tensors))
@@ -95,9 +92,7 @@ def test_mixed_dtypes_between_stacks(tmp_path: Path) -> None:
         ((E,), (E,)),
     ],
 )
-def test_shapes_that_contradict_the_declared_layout(
-    up: tuple[int, ...], down: tuple[int, ...], tmp_path: Path
-) -> None:
+def test_shapes_that_contradict_the_declared_layout(up: tuple[int, ...], down: tuple[int, ...], tmp_path: Path) -> None:
     tensors = {PREFIX + "gate_up_proj": torch.ones(up), PREFIX + "down_proj": torch.ones(down)}
     assert "contradict the declared layout" in _refused(save(tmp_path, tensors)).message
 
@@ -117,17 +112,13 @@ def test_number_of_experts_is_that_of_the_config(declared: int, tmp_path: Path) 
 
 
 def test_no_experts_at_all(tmp_path: Path) -> None:
-    assert "no tensor named" in str(
-        _refused(save(tmp_path / "a", {"model.norm.weight": torch.ones(H)})).found
-    )
+    assert "no tensor named" in str(_refused(save(tmp_path / "a", {"model.norm.weight": torch.ones(H)})).found)
     none = {PREFIX + "gate_up_proj": torch.ones(0, 2 * I, H), PREFIX + "down_proj": torch.ones(0, H, I)}
     assert _refused(save(tmp_path / "b", none, {"hidden_act": "silu"})).found == "0 experts"
 
 
 def test_expert_numbers_from_a_hostile_file_are_not_counted_to(tmp_path: Path) -> None:
-    tensors = {
-        f"{PREFIX}999999.{role}.weight": torch.ones(2, 2) for role in ("gate_proj", "up_proj", "down_proj")
-    }
+    tensors = {f"{PREFIX}999999.{role}.weight": torch.ones(2, 2) for role in ("gate_proj", "up_proj", "down_proj")}
     error = _refused(save(tmp_path, tensors, {"hidden_act": "silu"}))
     assert "expert 0 has no" in str(error.found)
     assert "of each of 2 experts" in str(error.needed)
@@ -140,9 +131,7 @@ def test_layer_out_of_range(tmp_path: Path) -> None:
 
 
 def test_two_stacks_in_a_layer(tmp_path: Path) -> None:
-    tensors = {
-        f"{part}.{name}": tensor for part in ("thinker", "talker") for name, tensor in matrices().items()
-    }
+    tensors = {f"{part}.{name}": tensor for part in ("thinker", "talker") for name, tensor in matrices().items()}
     error = _refused(save(tmp_path, tensors))
     assert error.found == f"talker.{PREFIX}, thinker.{PREFIX}"
 
@@ -200,17 +189,9 @@ def test_no_activation_in_the_config(tmp_path: Path) -> None:
 def test_constants_of_a_gate_are_numbers(tmp_path: Path) -> None:
     config = CONFIG | {"model_type": "deepseek_v4"}
     assert read_experts(save(tmp_path / "a", matrices(), config), 1)["swiglu_limit"] == 10.0
-    assert (
-        read_experts(save(tmp_path / "b", matrices(), config | {"swiglu_limit": None}), 1)["swiglu_limit"]
-        is None
-    )
-    assert (
-        read_experts(save(tmp_path / "c", matrices(), config | {"swiglu_limit": 0}), 1)["swiglu_limit"] == 0
-    )
-    assert (
-        _refused(save(tmp_path / "d", matrices(), config | {"swiglu_limit": [1.0, 2.0]})).found
-        == "[1.0, 2.0]"
-    )
+    assert read_experts(save(tmp_path / "b", matrices(), config | {"swiglu_limit": None}), 1)["swiglu_limit"] is None
+    assert read_experts(save(tmp_path / "c", matrices(), config | {"swiglu_limit": 0}), 1)["swiglu_limit"] == 0
+    assert _refused(save(tmp_path / "d", matrices(), config | {"swiglu_limit": [1.0, 2.0]})).found == "[1.0, 2.0]"
 
 
 def test_path_that_is_not_there(tmp_path: Path) -> None:

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from routed_experts.checkpoint import read_experts
-from routed_experts.errors import CheckpointError
 from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.utils import logging as transformers_logging
+
+from routed_experts.checkpoint import read_experts
+from routed_experts.errors import CheckpointError
 
 transformers_logging.disable_progress_bar()
 
@@ -154,9 +155,7 @@ def test_vision_language_composite(as_released: bool, tmp_path: Path) -> None:
     text |= {"head_dim": 8, "rope_scaling": {"mrope_section": [1, 1, 2], "rope_type": "default"}}
     vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
     vision |= {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
-    model = AutoModel.from_config(
-        AutoConfig.for_model("qwen3_vl_moe", text_config=text, vision_config=vision)
-    )
+    model = AutoModel.from_config(AutoConfig.for_model("qwen3_vl_moe", text_config=text, vision_config=vision))
     module = _experts(model, 1)
     if as_released:
         for parameter in module.parameters():

@@ -12,6 +12,7 @@ import torch
 from checkpoint_files import CONFIG, matrices, save
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
 from routed_experts.checkpoint import read_experts, write, write_experts
 from routed_experts.errors import CheckpointError, UnsupportedExperts, UnsupportedScheme
 

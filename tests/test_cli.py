@@ -8,9 +8,10 @@ import sys
 import pytest
 import torch
 from click.testing import CliRunner, Result
+from safetensors.torch import save_file
+
 from routed_experts.cli import main, output
 from routed_experts.errors import UnknownBackend
-from safetensors.torch import save_file
 
 SHAPE = ("--shape", "8,2,64,32")
 
@@ -108,9 +109,7 @@ class TestSelect:
         ],
     )
     def test_layout_flags(self, flags):
-        result = invoke(
-            "select", *SHAPE, "--tokens", "5", "--device", "cpu", "--backend", "eager", "--json", *flags
-        )
+        result = invoke("select", *SHAPE, "--tokens", "5", "--device", "cpu", "--backend", "eager", "--json", *flags)
         assert result.exit_code == 0, result.output
         assert json.loads(result.stdout)["name"] == "eager"
 
@@ -195,9 +194,7 @@ def test_sizes_for_reading(count, text):
     assert output.size(count) == text
 
 
-@pytest.mark.parametrize(
-    ("us", "text"), [(None, "-"), (0.04, "0.0 us"), (999, "999.0 us"), (161376, "161.4 ms")]
-)
+@pytest.mark.parametrize(("us", "text"), [(None, "-"), (0.04, "0.0 us"), (999, "999.0 us"), (161376, "161.4 ms")])
 def test_times_for_reading(us, text):
     assert output.duration(us) == text
 

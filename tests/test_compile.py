@@ -17,9 +17,7 @@ TABLE = {
     "eager": (MODES, False),
     "auto": (MODES, True),
 }
-CELLS = [
-    (name, mode, dtype, full) for name, (modes, full) in TABLE.items() for mode in modes for dtype in DTYPES
-]
+CELLS = [(name, mode, dtype, full) for name, (modes, full) in TABLE.items() for mode in modes for dtype in DTYPES]
 
 EXPERTS, HIDDEN, INNER = 4, 16, 8
 
@@ -59,9 +57,7 @@ def test_table(backend, mode, dtype, fullgraph):
     assert relative_error(out, experts_oracle(x, index, w, tensors, {})) < TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize(
-    "flags", [{}, {"gate": lambda u: torch.tanh(u[..., :INNER]) * u[..., INNER:]}], ids=str
-)
+@pytest.mark.parametrize("flags", [{}, {"gate": lambda u: torch.tanh(u[..., :INNER]) * u[..., INNER:]}], ids=str)
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("backend", ["auto", "grouped_mm", "batched_mm"])
 def test_at_most_one_recompile(backend, grad, flags):
@@ -91,9 +87,7 @@ def test_at_most_one_recompile(backend, grad, flags):
 
 def test_no_tokens():
     weights, _ = make()
-    compiled = torch.compile(
-        lambda x, i, w: rx.run_experts(x, i, w, weights), backend="aot_eager", fullgraph=True
-    )
+    compiled = torch.compile(lambda x, i, w: rx.run_experts(x, i, w, weights), backend="aot_eager", fullgraph=True)
     with torch.no_grad():
         assert compiled(*inputs(0)).shape == (0, HIDDEN)
 
@@ -103,15 +97,11 @@ def test_inductor_trains(backend):
     weights, tensors = make(grad=True)
     x, index, w = inputs(7)
     x.requires_grad_()
-    compiled = torch.compile(
-        lambda x, index, w: rx.run_experts(x, index, w, weights, backend=backend), fullgraph=True
-    )
+    compiled = torch.compile(lambda x, index, w: rx.run_experts(x, index, w, weights, backend=backend), fullgraph=True)
     compiled(x, index, w).sum().backward()
     got = [t.grad for t in (x, *tensors.values())]
     reference = [t.detach().double().requires_grad_() for t in (x, *tensors.values())]
-    experts_oracle(
-        reference[0], index, w, dict(zip(tensors, reference[1:], strict=True)), {}
-    ).sum().backward()
+    experts_oracle(reference[0], index, w, dict(zip(tensors, reference[1:], strict=True)), {}).sum().backward()
     for grad, double in zip(got, reference, strict=True):
         assert relative_error(grad, double.grad) < 2e-5
 
@@ -135,9 +125,7 @@ def test_auto_chooses_at_run_time(monkeypatch):
         return original(*args, **kwargs)
 
     monkeypatch.setattr(selection, "choose", spy)
-    compiled = torch.compile(
-        lambda x, i, w: rx.run_experts(x, i, w, weights), backend="aot_eager", fullgraph=True
-    )
+    compiled = torch.compile(lambda x, i, w: rx.run_experts(x, i, w, weights), backend="aot_eager", fullgraph=True)
     with torch.no_grad():
         for tokens in (3, 5, 9):
             compiled(*inputs(tokens))

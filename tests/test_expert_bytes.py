@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner, Result
-from routed_experts.cli import main
 from safetensors.torch import save_file
+
+from routed_experts.cli import main
 
 
 def invoke(*arguments: str) -> Result:
@@ -43,9 +44,7 @@ def test_bytes_of_each_dtype(checkpoint):
 
 def test_table(checkpoint):
     text = invoke("doctor", "--checkpoint", str(checkpoint)).stdout
-    assert [line.split()[:4] for line in text.splitlines() if "F8_E4M3" in line] == [
-        ["experts", "F8_E4M3", "1", "96"]
-    ]
+    assert [line.split()[:4] for line in text.splitlines() if "F8_E4M3" in line] == [["experts", "F8_E4M3", "1", "96"]]
 
 
 def test_narrow_dtypes_count_their_bits(tmp_path):

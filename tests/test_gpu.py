@@ -80,9 +80,7 @@ def test_captured_and_replayed(backend):
 
 
 def test_a_path_that_waits_is_declined_while_capturing():
-    weights = rx.ExpertWeights(
-        gate_up_proj=torch.randn(4, 10, 6).cuda(), down_proj=torch.randn(4, 6, 5).cuda()
-    )
+    weights = rx.ExpertWeights(gate_up_proj=torch.randn(4, 10, 6).cuda(), down_proj=torch.randn(4, 6, 5).cuda())
     with pytest.raises(rx.RoutedExpertsError) as caught:
         rx.select_backend(weights, num_tokens=4, backend="grouped_mm", capturing=True)
     assert "captur" in str(caught.value)

@@ -6,11 +6,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+
 from routed_experts import _core
 from routed_experts.errors import DtypeError, LayoutError
 from routed_experts.layout import _ID_CODES, ExpertLayout, build_layout, first_out_of_range
 from routed_experts.layout_device import _layout_torch, first_out_of_range_torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 ID_DTYPES = list(_ID_CODES)
 EXPERTS = [1, 3, 60, 160, 384, 1024]
@@ -59,9 +60,7 @@ def routings(draw: st.DrawFn) -> tuple[torch.Tensor, int]:
     inside = st.integers(0, min(info.max, num_experts - 1))
     tokens, slots = draw(st.integers(0, 20)), draw(st.sampled_from([0, 1, 2, 8]))
     size = tokens * slots
-    ids = draw(
-        st.lists(inside | inside | near | st.sampled_from([info.min, info.max]), min_size=size, max_size=size)
-    )
+    ids = draw(st.lists(inside | inside | near | st.sampled_from([info.min, info.max]), min_size=size, max_size=size))
     return torch.tensor(ids, dtype=dtype).view(tokens, slots), num_experts
 
 
@@ -124,9 +123,7 @@ def test_groups_start_at_multiples_of_the_alignment() -> None:
     # Padding is labelled -1, within the rows in use and behind them.
     labels = [0] * 128 + [1] * 130 + [-1] * 126 + [2] * 65 + [-1] * (323 + 3 * 127 - 449)
     assert layout.row_expert.tolist() == labels
-    padded_row = (
-        layout.starts[ids.flatten()] + layout.inverse - (layout.offsets - layout.counts)[ids.flatten()]
-    )
+    padded_row = layout.starts[ids.flatten()] + layout.inverse - (layout.offsets - layout.counts)[ids.flatten()]
     assert torch.equal(layout.row_expert[padded_row].long(), ids.flatten())
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+
 from routed_experts import _core
 from routed_experts.layout import build_layout
 
@@ -37,9 +38,7 @@ def test_the_number_of_threads_changes_no_bit() -> None:
     assert (
         serial.order[: int(serial.rows)]
         .long()
-        .equal(
-            torch.where((ids < 0) | (ids > 63), 64, ids).flatten().argsort(stable=True)[: int(serial.rows)]
-        )
+        .equal(torch.where((ids < 0) | (ids > 63), 64, ids).flatten().argsort(stable=True)[: int(serial.rows)])
     )
     for threads in (2, 3, 7):
         torch.set_num_threads(threads)
@@ -64,9 +63,7 @@ raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 
 def test_a_forked_child_can_sort_after_its_parent_did() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", FORK], capture_output=True, text=True, timeout=120, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
 
 

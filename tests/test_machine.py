@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
+
 from routed_experts import machine
 from routed_experts.cli import main
 

@@ -10,6 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from modules_oracle import draw_parameters, experts_loop, routing
+from torch import nn
+
 from routed_experts import calling
 from routed_experts.backends.registry import backends
 from routed_experts.decorator import use_experts_implementation
@@ -24,7 +26,6 @@ from routed_experts.errors import (
 from routed_experts.models import decode_stage, get_experts_implementation, set_experts_implementation
 from routed_experts.modules import RoutedExperts
 from routed_experts.switching import AttributeSwitch, ForwardSwitch
-from torch import nn
 
 E, H, I = 4, 8, 8  # noqa: E741
 
@@ -109,9 +110,7 @@ class Composite(nn.Module):
 
     def __init__(self, device: str = "cpu", audio_device: str | None = None) -> None:
         super().__init__()
-        self.config = Config(
-            text_config=Config(), audio_config=Config(), vision_config=Config(), absent_config=None
-        )
+        self.config = Config(text_config=Config(), audio_config=Config(), vision_config=Config(), absent_config=None)
         self.text = Stack(Foreign(self.config.text_config, device), Foreign(self.config.text_config, device))
         self.audio = nn.ModuleDict({"experts": Foreign(None, audio_device or device)})
         self.audio.config = self.config.audio_config
@@ -526,9 +525,7 @@ def test_decode_stage_restores_after_an_exception(writes):
 
 
 def test_decode_stage_undoes_a_switch_that_failed_half_way(monkeypatch):
-    model = Stack(
-        RoutedExperts(E, H, I, experts_implementation="grouped_mm", device="meta"), Own(device="meta")
-    )
+    model = Stack(RoutedExperts(E, H, I, experts_implementation="grouped_mm", device="meta"), Own(device="meta"))
     set_experts_implementation(model, "grouped_mm")
     write = AttributeSwitch.write
 

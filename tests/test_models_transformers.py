@@ -9,9 +9,6 @@ import pickle
 import pytest
 import torch
 from modules_oracle import draw_parameters
-from routed_experts.errors import LayoutError, SwitchError, UnknownBackend, UnsupportedExperts
-from routed_experts.models import decode_stage, get_experts_implementation, set_experts_implementation
-from routed_experts.parts import parts_of
 from torch.nn.utils import parametrize
 from transformers import (
     DbrxConfig,
@@ -28,6 +25,10 @@ from transformers import (
     Qwen3VLMoeConfig,
     Qwen3VLMoeForConditionalGeneration,
 )
+
+from routed_experts.errors import LayoutError, SwitchError, UnknownBackend, UnsupportedExperts
+from routed_experts.models import decode_stage, get_experts_implementation, set_experts_implementation
+from routed_experts.parts import parts_of
 
 BACKENDS = ["auto", "eager", "batched_mm", "grouped_mm"]
 TOKENS = torch.arange(24).reshape(2, 12) % 59
@@ -83,9 +84,7 @@ def composite():
 @pytest.fixture
 def gpt_oss():
     torch.manual_seed(0)
-    config = GptOssConfig(
-        **SIZES, num_local_experts=4, num_experts_per_tok=2, layer_types=["full_attention"] * 2
-    )
+    config = GptOssConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2, layer_types=["full_attention"] * 2)
     return unit_gain(GptOssForCausalLM(config))
 
 
@@ -252,9 +251,7 @@ def test_dense_model_takes_only_eager():
     [
         (
             lambda: Llama4ForCausalLM(
-                Llama4TextConfig(
-                    **SIZES, intermediate_size_mlp=24, num_local_experts=4, num_experts_per_tok=1
-                )
+                Llama4TextConfig(**SIZES, intermediate_size_mlp=24, num_local_experts=4, num_experts_per_tok=1)
             ),
             r"feed_forward\.experts is not called as routed experts",
         ),

@@ -12,13 +12,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from modules_oracle import draw_parameters, experts_loop, routing
+from torch import nn
+from torch.nn.utils import parametrize
+
 from routed_experts import calling, decorator
 from routed_experts.backends.registry import backends
 from routed_experts.decorator import use_experts_implementation
 from routed_experts.errors import DtypeError, LayoutError, UnknownBackend
 from routed_experts.modules import RoutedExperts
-from torch import nn
-from torch.nn.utils import parametrize
 
 E, H, I = 5, 12, 7  # noqa: E741
 BACKENDS = ["auto", "eager", "batched_mm", "grouped_mm"]
@@ -124,8 +125,7 @@ def test_reset_draws_by_fan_in():
 def test_repr_names_sizes_flags_and_backend():
     text = repr(RoutedExperts(E, H, I, is_transposed=True, bias=True, experts_implementation="eager"))
     assert text == (
-        "RoutedExperts(5, 12, 7, activation='silu', bias=True, is_transposed=True, "
-        "experts_implementation='eager')"
+        "RoutedExperts(5, 12, 7, activation='silu', bias=True, is_transposed=True, experts_implementation='eager')"
     )
 
 

@@ -52,9 +52,7 @@ def test_python_blocks_run_in_order(capsys: pytest.CaptureFixture[str]) -> None:
 def test_table_of_backends_agrees_with_the_specs() -> None:
     command = [sys.executable, ROOT / "scripts" / "backends_table.py", "--check"]
     done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, (
-        f"`make format` writes the table that should stand there:\n{done.stdout}{done.stderr}"
-    )
+    assert done.returncode == 0, f"`make format` writes the table that should stand there:\n{done.stdout}{done.stderr}"
     for name in ("eager", "batched_mm", "grouped_mm", "fused", "deepgemm", "deepgemm_megamoe", "sonicmoe"):
         assert f"\n| `{name}`" in README
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from routed_experts import _core
 from routed_experts.toolkit import Candidate, Toolkit, find_toolkit, forget_toolkits
 
@@ -168,9 +169,7 @@ def test_hanging_wrapper_is_given_up(monkeypatch, tmp_path):
 
 def test_output_larger_than_a_pipe_does_not_block(monkeypatch, tmp_path):
     root = make_toolkit(tmp_path / "cuda")
-    noise = (
-        "i=0; while [ $i -lt 3000 ]; do echo 0123456789012345678901234567890123456789 >&2; i=$((i+1)); done"
-    )
+    noise = "i=0; while [ $i -lt 3000 ]; do echo 0123456789012345678901234567890123456789 >&2; i=$((i+1)); done"
     wrapper = write_script(tmp_path / "hpc" / "bin" / "nvcc", noise, f"echo 'TOP={root}'")
     monkeypatch.setenv("PATH", str(wrapper.parent))
     assert find_toolkit().root == str(root)

@@ -95,7 +95,7 @@ def test_gate_arguments_need_a_gate():
 @pytest.mark.parametrize(
     "wrong",
     [{"down_proj": torch.randn(3, 4, 5).bfloat16()}, {"down_proj": [1]}, {"activation": None}, {"gate": 3}],
-    ids=str,
+    ids=lambda wrong: next(iter(wrong)),
 )
 def test_refuses_wrong_types(wrong):
     with pytest.raises(TypeError):
@@ -103,7 +103,7 @@ def test_refuses_wrong_types(wrong):
 
 
 def test_refuses_devices_that_differ():
-    with pytest.raises(RuntimeError, match="down_proj on meta|gate_up_proj on cpu"):
+    with pytest.raises(RuntimeError, match="gate_up_proj on cpu, down_proj on meta"):
         rx.ExpertWeights(**tensors(down_proj=torch.empty(3, 4, 5, device="meta")))
 
 
@@ -115,7 +115,7 @@ def test_refuses_devices_that_differ():
         {"gate_up_proj_scale_inv": torch.ones(3, 1, 1)},
         {"down_proj_activation_scale": torch.ones(3)},
     ],
-    ids=str,
+    ids=lambda quantized: next(iter(quantized)),
 )
 def test_quantized_is_said_not_run(quantized):
     with pytest.raises(NotImplementedError) as caught:

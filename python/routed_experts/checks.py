@@ -25,9 +25,7 @@ _INTEGERS = (
 )
 
 
-def check_call(
-    hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, experts: ExpertWeights
-) -> None:
+def check_call(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, experts: ExpertWeights) -> None:
     """Check types, shapes and devices of a call: (T, H), (T, K) and (T, K) beside the experts' H."""
     for name, value in (
         ("hidden_states", hidden_states),
@@ -63,22 +61,14 @@ def check_call(
 
 def _check_dtypes(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> None:
     if top_k_index.dtype not in _INTEGERS:
-        raise DtypeError(
-            "top_k_index is not integer", found=str(top_k_index.dtype), needed="integer expert ids"
-        )
+        raise DtypeError("top_k_index is not integer", found=str(top_k_index.dtype), needed="integer expert ids")
     if not top_k_weights.is_floating_point():
-        raise DtypeError(
-            "top_k_weights is not floating", found=str(top_k_weights.dtype), needed="a floating dtype"
-        )
+        raise DtypeError("top_k_weights is not floating", found=str(top_k_weights.dtype), needed="a floating dtype")
     if not hidden_states.is_floating_point():
-        raise DtypeError(
-            "hidden_states is not floating", found=str(hidden_states.dtype), needed="a floating dtype"
-        )
+        raise DtypeError("hidden_states is not floating", found=str(hidden_states.dtype), needed="a floating dtype")
 
 
-def _check_devices(
-    hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, experts: ExpertWeights
-) -> None:
+def _check_devices(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, experts: ExpertWeights) -> None:
     device = hidden_states.device
     for name, tensor in (("top_k_index", top_k_index), ("top_k_weights", top_k_weights)):
         if tensor.device != device:
@@ -93,9 +83,7 @@ def _check_devices(
             "the experts are on another device than the tokens",
             found=f"{name} on {experts.device}, hidden_states on {device}",
             needed="one device",
-            hint="materialise the offloaded weights first"
-            if experts.device.type == "meta"
-            else f'.to("{device}")',
+            hint="materialise the offloaded weights first" if experts.device.type == "meta" else f'.to("{device}")',
         )
 
 

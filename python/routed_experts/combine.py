@@ -75,14 +75,10 @@ def combine(rows_RH: Tensor, weights_TK: Tensor, routes: Routes, dtype: torch.dt
     return _Combine.apply(rows_RH, weights_TK, *routes, dtype)
 
 
-def _slot(
-    rows: Tensor, position: Tensor | None, valid: Tensor | None, slot: int, shape: Sequence[int]
-) -> Tensor:
+def _slot(rows: Tensor, position: Tensor | None, valid: Tensor | None, slot: int, shape: Sequence[int]) -> Tensor:
     """Rows of one slot, (T, H); 0 where the pair has no expert."""
-    if position is None:
-        taken = rows.view(*shape, rows.shape[-1])[:, slot]
-    else:
-        taken = rows.index_select(0, position[:, slot])
+    in_order = position is None
+    taken = rows.view(*shape, -1)[:, slot] if in_order else rows.index_select(0, position[:, slot])
     return taken if valid is None else taken.masked_fill(~valid[:, slot, None], 0)
 
 

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from routed_experts import selection
-from routed_experts.selection import Choice
+from routed_experts.problem import problem_fields
+from routed_experts.selection import Selection
 from routed_experts.weights import TENSOR_NAMES, ExpertWeights
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 TRACED_TOKENS = 64
 TRACED_AUTO = "grouped_mm"
 
-_pinned: dict[str, Choice] = {}
+_pinned: dict[str, Selection] = {}
 _templates: dict[Any, ExpertWeights] = {}
 
 
@@ -53,16 +54,28 @@ def _is_one_operator(experts: ExpertWeights, how: dict[str, Any]) -> bool:
     return how["backend"] == "auto" and known and not how["training"]
 
 
-def _traced_choice(call: Call, how: dict[str, Any]) -> Choice:
-    problem = {**selection.problem_fields(call.experts), **how, "dtype": call.x_TH.dtype}
-    return _pinned[_pin(str(problem), call.experts.device.type, **problem)]
+def _traced_choice(call: Call, how: dict[str, Any]) -> Selection:
+    asked = (
+        call.index_TK.shape[1],
+        call.x_TH.dtype,
+        how["backend"],
+        how["training"],
+        True,  # compiling
+        False,  # capturing
+        how["expert_parallel"],
+        how["process_group"],
+    )
+    fields, device = problem_fields(call.experts), call.experts.device.type
+    return _pinned[_pin(f"{fields} {device} {asked}", fields, device, asked)]
 
 
 @torch.compiler.assume_constant_result
-def _pin(key: str, device: str, **problem: Any) -> str:
-    """Choose from constants while tracing; the row is read from ``_pinned`` afterwards, since a function that is
-    returned into a graph breaks it."""
-    _pinned[key] = selection.choose_for(problem, device=device, num_tokens=TRACED_TOKENS, compiling=True)
+def _pin(key: str, fields: dict[str, Any], device: str, asked: selection.Asked) -> str:
+    """Choose while tracing, from constants alone.
+
+    The row is read from ``_pinned`` afterwards: a function that is returned into a graph breaks it.
+    """
+    _pinned[key] = selection.choose_traced(fields, device, TRACED_TOKENS, asked)
     return key
 
 

@@ -36,9 +36,7 @@ class RoutedExpertsError(Exception):
         return _rebuild, (type(self), self.message, details)
 
 
-def _rebuild(
-    cls: type[RoutedExpertsError], message: str, details: dict[str, str | None]
-) -> RoutedExpertsError:
+def _rebuild(cls: type[RoutedExpertsError], message: str, details: dict[str, str | None]) -> RoutedExpertsError:
     return cls(message, **details)
 
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .errors import DeviceError, LayoutError
+from routed_experts.errors import DeviceError, LayoutError
 
 PACKAGES = (
     "triton",
@@ -27,8 +27,8 @@ PACKAGES = (
     "deep_gemm",
     "sonicmoe",
 )
-DEFAULT_BATCHED_BYTES = 1 << 30
-_BUDGET = "ROUTED_EXPERTS_BATCHED_BYTES"
+DEFAULT_BYTES = 1 << 30
+BATCHED_BYTES = "ROUTED_EXPERTS_BATCHED_BYTES"
 _MACHINE_VARIABLES = ("CUDA_HOME", "CUDA_PATH", "PATH", "DG_JIT_NVCC_COMPILER", "CUDA_VISIBLE_DEVICES")
 _SMI_SECONDS = 2.0
 
@@ -36,8 +36,8 @@ _SMI_SECONDS = 2.0
 # which decodes each value; where an interpreter has no such dict, the slow way is the same.
 _ENVIRON: Any = getattr(os.environ, "_data", os.environ)
 _ENCODE = os.environ.encodekey if _ENVIRON is not os.environ else str
-_CPU_KEYS = (_ENCODE(_BUDGET),)
-_CUDA_KEYS = tuple(_ENCODE(name) for name in (_BUDGET, *_MACHINE_VARIABLES))
+_CPU_KEYS = (_ENCODE(BATCHED_BYTES),)
+_CUDA_KEYS = tuple(_ENCODE(name) for name in (BATCHED_BYTES, *_MACHINE_VARIABLES))
 
 
 class Device(NamedTuple):
@@ -104,15 +104,15 @@ def batched_budget() -> int:
     Raises:
         LayoutError: the variable is not a whole number of at least 0.
     """
-    text = os.environ.get(_BUDGET, "").strip()
+    text = os.environ.get(BATCHED_BYTES, "").strip()
     if not text:
-        return DEFAULT_BATCHED_BYTES
+        return DEFAULT_BYTES
     if not text.isdecimal():
         raise LayoutError(
-            f"{_BUDGET} cannot be read",
+            f"{BATCHED_BYTES} cannot be read",
             found=repr(text),
             needed="a whole number of bytes",
-            hint=f"export {_BUDGET}={DEFAULT_BATCHED_BYTES}, or unset it",
+            hint=f"export {BATCHED_BYTES}={DEFAULT_BYTES}, or unset it",
         )
     return int(text)
 
@@ -168,7 +168,7 @@ def _version(name: str) -> str | None:
 
 
 def _toolkit() -> dict[str, Any]:
-    from .toolkit import find_toolkit
+    from routed_experts.toolkit import find_toolkit
 
     found: dict[str, Any] = find_toolkit().to_dict()
     return found

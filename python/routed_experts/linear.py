@@ -29,9 +29,7 @@ def grouped_linear(
     return products.grouped_forward(x, weight, bias, offsets, transposed, kernel)
 
 
-def batched_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, expert: Tensor, transposed: bool
-) -> Tensor:
+def batched_linear(x: Tensor, weight: Tensor, bias: Tensor | None, expert: Tensor, transposed: bool) -> Tensor:
     """Rows in any order times copies of their experts' matrices: (S, D) -> (S, N), 0 where expert is -1."""
     if torch.compiler.is_compiling():
         return torch.ops.routed_experts.batched_linear(x, weight, bias, expert, transposed)
@@ -52,8 +50,7 @@ def _as_list(grads: tuple[Tensor | None, ...], x: Tensor) -> list[Tensor]:
 def _fake_grads(x: Tensor, weight: Tensor, bias: Tensor | None, needs: list[bool]) -> list[Tensor]:
     wanted = (x, weight, bias)
     return [
-        x.new_empty(0) if t is None or not need else _like_gradient(t)
-        for t, need in zip(wanted, needs, strict=True)
+        x.new_empty(0) if t is None or not need else _like_gradient(t) for t, need in zip(wanted, needs, strict=True)
     ]
 
 
@@ -73,9 +70,7 @@ def _grouped_op(
 
 
 @_grouped_op.register_fake
-def _(
-    x: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor, transposed: bool, kernel: str
-) -> Tensor:
+def _(x: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor, transposed: bool, kernel: str) -> Tensor:
     return _fake_linear(x, weight, transposed)
 
 

@@ -124,9 +124,7 @@ def _check_dense(parts: Parts, implementation: Implementation, stated: dict[str,
 
 
 def _changes(part: Part, name: str) -> list[Change]:
-    return [
-        (experts, name) for experts in part.modules if switch_of(experts.module).read(experts.module) != name
-    ]
+    return [(experts, name) for experts in part.modules if switch_of(experts.module).read(experts.module) != name]
 
 
 def _check_load_time(parts: Parts, changes: list[Change], empty: dict[str, str]) -> None:

@@ -37,35 +37,39 @@ def resolve(experts: ExpertWeights | nn.Module) -> ExpertWeights:
         raise LayoutError(
             "experts cannot be run", found=type(experts).__name__, needed="ExpertWeights or an experts module"
         )
-    if torch.compiler.is_compiling():
-        return read_module(experts).bind()
     tensors = {name: getattr(experts, name, None) for name in TENSOR_NAMES}
-    signature = _signature(experts, tensors)
-    known = _cache.get(experts)
+    if torch.compiler.is_compiling():
+        return read_module(experts, tensors).with_tensors(tensors)
+    return known_module(experts, tensors).with_tensors(tensors)
+
+
+def known_module(module: nn.Module, tensors: dict[str, Any] | None = None) -> ExpertWeights:
+    """Return the module's live weights, checked once for each state of its layout."""
+    if tensors is None:
+        tensors = {name: getattr(module, name, None) for name in TENSOR_NAMES}
+    signature = _signature(module, tensors)
+    known = _cache.get(module)
     if known is None or known[0] != signature:
-        known = (signature, read_module(experts))
-        _cache[experts] = known
-    return known[1].with_tensors(tensors)
+        known = (signature, read_module(module, tensors))
+        _cache[module] = known
+    return known[1]
 
 
 def _signature(module: nn.Module, tensors: dict[str, Any]) -> tuple[Any, ...]:
     """Everything the checks and the selection depend on; sharding and quantizing replace parameters in place."""
     shapes = tuple(
-        None
-        if t is None
-        else (t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % 16 if not t.is_meta else 0)
+        None if t is None else (t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % 16 if not t.is_meta else 0)
         for t in tensors.values()
     )
     flags = tuple(
-        getattr(module, name, None)
-        for name in ("num_experts", "has_gate", "is_transposed", "is_concatenated")
+        getattr(module, name, None) for name in ("num_experts", "has_gate", "is_transposed", "is_concatenated")
     )
     functions = tuple(id(getattr(module, name, None)) for name in ("act_fn", "post_expert_norm"))
     return shapes, flags, functions
 
 
-def read_module(module: nn.Module) -> ExpertWeights:
-    """Read a module's declared layout into live ExpertWeights.
+def read_module(module: nn.Module, tensors: dict[str, Any]) -> ExpertWeights:
+    """Read a module's declared layout into live ExpertWeights; ``tensors`` are its parameters as they are now.
 
     Raises LayoutError when the module does not follow the protocol or its parameters do not fit its flags, and
     UnsupportedScheme when they are quantized.
@@ -73,7 +77,6 @@ def read_module(module: nn.Module) -> ExpertWeights:
     _refuse_quantized(module)
     if not follows_protocol(module):
         raise _not_experts(module)
-    tensors = {name: getattr(module, name, None) for name in TENSOR_NAMES}
     gated = tensors["gate_up_proj"] is not None
     gate = _own_gate(module) if gated else None
     weights = object.__new__(ExpertWeights)
@@ -137,11 +140,7 @@ def _refuse_quantized(module: nn.Module) -> None:
 
 
 def _not_experts(module: nn.Module) -> LayoutError:
-    have = [
-        n
-        for n in ("num_experts", "gate_up_proj", "up_proj", "down_proj")
-        if getattr(module, n, None) is not None
-    ]
+    have = [n for n in ("num_experts", "gate_up_proj", "up_proj", "down_proj") if getattr(module, n, None) is not None]
     return LayoutError(
         f"{type(module).__name__} is not an experts module",
         found="attributes " + (", ".join(have) or "none of the protocol"),

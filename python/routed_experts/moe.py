@@ -18,7 +18,7 @@ from routed_experts.combine import attach, combine, dispatch, padded_routes, pai
 from routed_experts.errors import LayoutError
 from routed_experts.layout import build_layout
 from routed_experts.module_weights import resolve
-from routed_experts.selection import Choice
+from routed_experts.selection import Selection
 from routed_experts.weights import TENSOR_NAMES, ExpertWeights
 
 
@@ -38,7 +38,7 @@ def run_experts(
     top_k_weights: Tensor,
     experts: ExpertWeights | nn.Module,
     *,
-    backend: str = "auto",
+    backend: str | None = "auto",
     expert_parallel: bool = False,
     checked: bool | None = None,
     allow_cast: bool = False,
@@ -54,7 +54,7 @@ def run_experts(
         top_k_weights: (T, K) routing weights, any floating dtype, kept in it up to the sum over K, which runs in
             float32 in slot order.
         experts: ExpertWeights, or a module that follows the experts protocol.
-        backend: a registered name, or ``auto`` for the cheapest backend that can run the call.
+        backend: a registered name, or ``auto`` (None means the same) for the cheapest that can run the call.
         expert_parallel: ids outside the range belong to other ranks, and are no mistake in checked mode.
         checked: raise ExpertIndexError for ids out of range (waits for the device); None reads
             ROUTED_EXPERTS_CHECKED.
@@ -76,7 +76,7 @@ def run_experts(
         top_k_index = check_ids(top_k_index, bound.num_experts)
     call = Call(bound, hidden_states.to(dtype), top_k_index, top_k_weights, hidden_states.dtype)
     how = {
-        "backend": backend,
+        "backend": backend or "auto",
         "training": wants_grad(bound, hidden_states, top_k_weights),
         "expert_parallel": expert_parallel,
         "process_group": process_group is not None,
@@ -86,13 +86,16 @@ def run_experts(
     return execute(choose(call, how), call, weights_on)
 
 
-def choose(call: Call, how: dict[str, Any]) -> Choice:
+def choose(call: Call, how: dict[str, Any]) -> Selection:
     """Pick the row of the backend table for this call; cached per weights and bucket of tokens."""
     tokens, slots = call.index_TK.shape
-    return selection.choose(call.experts, num_tokens=tokens, num_top_k=slots, dtype=call.x_TH.dtype, **how)
+    capturing = call.x_TH.is_cuda and torch.cuda.is_current_stream_capturing()
+    return selection.choose(
+        call.experts, num_tokens=tokens, num_top_k=slots, dtype=call.x_TH.dtype, capturing=capturing, **how
+    )
 
 
-def execute(row: Choice, call: Call, weights_on: str) -> Tensor:
+def execute(row: Selection, call: Call, weights_on: str) -> Tensor:
     """Run a call on a row of the backend table."""
     return run_on_input(row, call) if weights_on == "input" else run_row(row, call)
 
@@ -100,12 +103,11 @@ def execute(row: Choice, call: Call, weights_on: str) -> Tensor:
 def wants_grad(experts: ExpertWeights, *inputs: Tensor) -> bool:
     """Whether a backward through this call is possible: grad mode is on and something requires it."""
     return torch.is_grad_enabled() and any(
-        t is not None and t.requires_grad
-        for t in (*inputs, *(getattr(experts, name) for name in TENSOR_NAMES))
+        t is not None and t.requires_grad for t in (*inputs, *(getattr(experts, name) for name in TENSOR_NAMES))
     )
 
 
-def run_row(row: Choice, call: Call) -> Tensor:
+def run_row(row: Selection, call: Call) -> Tensor:
     """Hand the call to one row of the backend table, in the form its spec takes."""
     if call.index_TK.numel() == 0:
         parameters = (getattr(call.experts, name) for name in TENSOR_NAMES)
@@ -114,7 +116,7 @@ def run_row(row: Choice, call: Call) -> Tensor:
     return _FLOWS[row.spec.takes](row, call)
 
 
-def run_on_input(row: Choice, call: Call) -> Tensor:
+def run_on_input(row: Selection, call: Call) -> Tensor:
     """Weight the tokens instead of the results: every pair becomes a token of its own with weight 1."""
     routes = pair_routes(call.index_TK, call.experts.num_experts)
     weights_TK = call.weights_TK.masked_fill(~routes.valid_TK, 0)
@@ -124,28 +126,28 @@ def run_on_input(row: Choice, call: Call) -> Tensor:
     return combine(run_row(row, pairs), ones_TK, routes, call.dtype)
 
 
-def _run_routing(row: Choice, call: Call) -> Tensor:
+def _run_routing(row: Selection, call: Call) -> Tensor:
     out = row.run(call.experts, call.x_TH, call.index_TK, call.weights_TK)
     if row.spec.gives == "tokens":
         return out.to(call.dtype)
     return combine(out, call.weights_TK, pair_routes(call.index_TK, call.experts.num_experts), call.dtype)
 
 
-def _run_slots(row: Choice, call: Call) -> Tensor:
+def _run_slots(row: Selection, call: Call) -> Tensor:
     routes = pair_routes(call.index_TK, call.experts.num_experts)
     expert_S = call.index_TK.long().masked_fill(~routes.valid_TK, -1).reshape(-1)
     out_SH = row.run(call.experts, dispatch(call.x_TH, routes), expert_S)
     return combine(out_SH, call.weights_TK, routes, call.dtype)
 
 
-def _run_grouped(row: Choice, call: Call) -> Tensor:
+def _run_grouped(row: Selection, call: Call) -> Tensor:
     layout = build_layout(call.index_TK, call.experts.num_experts)
     routes = sorted_routes(layout, call.index_TK.shape)
     out_SH = row.run(call.experts, dispatch(call.x_TH, routes), layout)
     return combine(out_SH, call.weights_TK, routes, call.dtype)
 
 
-def _run_padded(row: Choice, call: Call) -> Tensor:
+def _run_padded(row: Selection, call: Call) -> Tensor:
     layout = build_layout(call.index_TK, call.experts.num_experts, alignment=row.spec.alignment)
     routes = padded_routes(layout, call.index_TK.shape)
     out_RH = row.run(call.experts, dispatch(call.x_TH, routes), layout)

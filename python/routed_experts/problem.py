@@ -79,8 +79,10 @@ def _alignment(weight: torch.Tensor) -> int:
 
 
 def _address(weight: torch.Tensor) -> int:
+    # Without storage, on meta or under a tracer, where it will lie is not known; allocators align.
+    if torch.compiler.is_compiling() or weight.is_meta:
+        return 0
     try:
         return weight.data_ptr()
     except RuntimeError:
-        # A tensor without storage, under a tracer: where it will lie is not known, allocators align.
         return 0

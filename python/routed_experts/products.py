@@ -11,7 +11,6 @@ Eager calls use autograd functions; compiled ones the same code as opaque operat
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -21,13 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from routed_experts.errors import LayoutError
+from routed_experts.facts import BATCHED_BYTES, batched_budget
 from routed_experts.layout import build_layout
 
 logger = logging.getLogger("routed_experts")
-
-BATCHED_BYTES = "ROUTED_EXPERTS_BATCHED_BYTES"
-DEFAULT_BATCHED_BYTES = 256 * 2**20
 
 
 class GroupedKernel(NamedTuple):
@@ -97,9 +93,7 @@ def _torch_grouped_mm(x: Tensor, matrix: Tensor, offsets: Tensor) -> Tensor:
     return grouped_mm(x, matrix, offs=offsets)
 
 
-def _torch_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor, transposed: bool
-) -> Tensor:
+def _torch_linear(x: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor, transposed: bool) -> Tensor:
     # A cast under autocast copies the stack, as autocast does for every linear layer.
     out = _torch_grouped_mm(x, _as_product(weight, transposed).to(x.dtype), offsets)
     if bias is not None:
@@ -183,16 +177,6 @@ class GroupedLinear(torch.autograd.Function):
         return *grads, None, None, None
 
 
-def batched_budget() -> int:
-    """Bytes that copies of expert weights may take at a time, from ROUTED_EXPERTS_BATCHED_BYTES."""
-    text = os.environ.get(BATCHED_BYTES, "")
-    if not text:
-        return DEFAULT_BATCHED_BYTES
-    if not text.isdecimal() or int(text) < 1:
-        raise LayoutError(f"{BATCHED_BYTES} is not a size", found=repr(text), needed="a number of bytes >= 1")
-    return int(text)
-
-
 @lru_cache(maxsize=256)
 def _announce(pairs: int, matrix_bytes: int, chunk: int) -> None:
     logger.info(
@@ -213,9 +197,7 @@ def _chunks(expert: Tensor, weight: Tensor, dtype: torch.dtype) -> list[tuple[in
     return [(start, min(start + chunk, pairs)) for start in range(0, pairs, chunk)]
 
 
-def batched_forward(
-    x: Tensor, weight: Tensor, bias: Tensor | None, expert: Tensor, transposed: bool
-) -> Tensor:
+def batched_forward(x: Tensor, weight: Tensor, bias: Tensor | None, expert: Tensor, transposed: bool) -> Tensor:
     """Rows in any order, each times a copy of its expert's matrix: (S, D) -> (S, N)."""
     out = x.new_empty(x.shape[0], weight.shape[2 if transposed else 1])
     safe = expert.clamp(min=0)
@@ -243,9 +225,7 @@ def batched_backward(
     layout = build_layout(expert[:, None], weight.shape[0])
     sorted_grad, sorted_x = grad.index_select(0, layout.order), x.index_select(0, layout.order)
     loop = KERNELS["loop"]
-    grad_weight = (
-        loop.weight_grad(sorted_x, sorted_grad, layout.offsets, transposed, weight) if needs[1] else None
-    )
+    grad_weight = loop.weight_grad(sorted_x, sorted_grad, layout.offsets, transposed, weight) if needs[1] else None
     grad_bias = loop.bias_grad(sorted_grad, layout.offsets, bias) if needs[2] and bias is not None else None
     return grad_x, grad_weight, grad_bias
 
@@ -254,9 +234,7 @@ class BatchedLinear(torch.autograd.Function):
     """Autograd of :func:`batched_forward`."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, expert: Tensor, transposed: bool
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, expert: Tensor, transposed: bool) -> Tensor:
         """See batched_forward."""
         ctx.save_for_backward(x, weight, bias, expert)
         ctx.transposed = transposed

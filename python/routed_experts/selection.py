@@ -14,11 +14,11 @@ from typing import Any, TypeAlias
 
 import torch
 
-from .backends.registry import REGISTRY, Table
-from .backends.spec import Spec
-from .errors import LayoutError
-from .facts import Facts, batched_budget, environment, facts_for
-from .problem import bucket, dtype_name, problem_fields
+from routed_experts.backends.registry import REGISTRY, Table
+from routed_experts.backends.spec import Spec
+from routed_experts.errors import LayoutError
+from routed_experts.facts import Facts, batched_budget, environment, facts_for
+from routed_experts.problem import bucket, dtype_name, problem_fields
 
 logger = logging.getLogger("routed_experts")
 logger.addHandler(logging.NullHandler())
@@ -173,7 +173,7 @@ def _look_up(experts: Any, num_tokens: int, asked: Asked, device: torch.device) 
     if kept is not None:
         return kept
     table = REGISTRY.table()
-    selection = _select(table, facts_for(device), _problem(experts, num_tokens, asked), asked[2])
+    selection = _select(table, facts_for(device), _problem(problem_fields(experts), num_tokens, asked), asked[2])
     if len(experts._choices) >= _MOST_CHOICES:
         experts._choices.clear()
     # Of the table that was asked, should another thread have changed the registry since.
@@ -190,7 +190,12 @@ def _on_facts(
     kind = facts.device if device is None else torch.device(device).type
     if kind != facts.device:
         facts = facts.replace(device=kind)
-    return _select(REGISTRY.table(), facts, _problem(experts, num_tokens, asked), asked[2])
+    return _select(REGISTRY.table(), facts, _problem(problem_fields(experts), num_tokens, asked), asked[2])
+
+
+def choose_traced(fields: dict[str, Any], device: str, num_tokens: int, asked: Asked) -> Selection:
+    """Return the selection for a call that is being traced, where ``problem_fields`` is all there is of the experts."""
+    return _select(REGISTRY.table(), facts_for(torch.device(device)), _problem(fields, num_tokens, asked), asked[2])
 
 
 def machine_decisions(facts: Facts) -> list[Decision]:
@@ -199,12 +204,12 @@ def machine_decisions(facts: Facts) -> list[Decision]:
 
 
 def _from_module(module: Any) -> Any:
-    from .weights import ExpertWeights
+    from routed_experts.weights import ExpertWeights
 
     return ExpertWeights.from_module(module)
 
 
-def _problem(experts: Any, num_tokens: int, asked: Asked) -> dict[str, Any]:
+def _problem(fields: dict[str, Any], num_tokens: int, asked: Asked) -> dict[str, Any]:
     num_top_k, dtype, _, training, compiling, capturing, expert_parallel, process_group = asked
     if num_tokens < 0 or num_top_k < 0:
         raise LayoutError(
@@ -214,7 +219,7 @@ def _problem(experts: Any, num_tokens: int, asked: Asked) -> dict[str, Any]:
             hint="pass the sizes of top_k_index, (T, K)",
         )
     return {
-        **problem_fields(experts),
+        **fields,
         "num_tokens": bucket(num_tokens),
         "num_top_k": num_top_k,
         "dtype": dtype_name(dtype),

@@ -49,9 +49,7 @@ def _live(name: str) -> property:
             return self._tensors[name]
         return getattr(self._module, name, None)
 
-    return property(
-        read, doc=f"The tensor ``{name}``, or None; read from the module when made by from_module."
-    )
+    return property(read, doc=f"The tensor ``{name}``, or None; read from the module when made by from_module.")
 
 
 class ExpertWeights:
@@ -229,10 +227,16 @@ class ExpertWeights:
 
     @classmethod
     def from_module(cls, module: nn.Module) -> ExpertWeights:
-        """Read the experts of a module that follows the experts protocol; see module_weights.py."""
-        from routed_experts.module_weights import read_module
+        """Read the experts of a module that follows the experts protocol, live: later changes are seen.
 
-        return read_module(module)
+        Raises:
+            LayoutError: no ``num_experts``, ``down_proj`` and ``gate_up_proj`` or ``up_proj``, or parameters that
+                do not fit the flags that the module declares.
+            UnsupportedScheme: quantized parameters.
+        """
+        from routed_experts.module_weights import known_module
+
+        return known_module(module)
 
     @classmethod
     def from_checkpoint(
@@ -273,11 +277,7 @@ class ExpertWeights:
         write_experts(self, path)
 
     def __repr__(self) -> str:
-        flags = [
-            name
-            for name in ("has_gate", "has_bias", "is_transposed", "is_concatenated")
-            if getattr(self, name)
-        ]
+        flags = [name for name in ("has_gate", "has_bias", "is_transposed", "is_concatenated") if getattr(self, name)]
         return (
             f"ExpertWeights(num_experts={self.num_experts}, hidden_size={self.hidden_size}, "
             f"intermediate_size={self.intermediate_size}, dtype={self.dtype}, device={str(self.device)!r}, "

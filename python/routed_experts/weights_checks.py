@@ -27,9 +27,7 @@ def check_declaration(
     """Return whether the experts are gated; raise LayoutError or DtypeError for flags that contradict."""
     for name, value in tensors.items():
         if value is not None and not isinstance(value, Tensor):
-            raise DtypeError(
-                f"{name} is not a tensor", found=type(value).__name__, needed="torch.Tensor or None"
-            )
+            raise DtypeError(f"{name} is not a tensor", found=type(value).__name__, needed="torch.Tensor or None")
     given = [name for name in ("gate_up_proj", "up_proj") if tensors[name] is not None]
     if len(given) != 1:
         raise LayoutError(
@@ -48,9 +46,7 @@ def check_declaration(
         )
     stray = "up_proj_bias" if gated else "gate_up_proj_bias"
     if tensors[stray] is not None:
-        raise LayoutError(
-            f"{stray} has no projection", found=f"{stray} with {given[0]}", needed=f"{given[0]}_bias"
-        )
+        raise LayoutError(f"{stray} has no projection", found=f"{stray} with {given[0]}", needed=f"{given[0]}_bias")
     _check_callables(activation=activation, gate=gate, post_expert_norm=post_expert_norm)
     _check_gate(gated, activation, gate, swiglu_limit, swiglu_alpha)
     return gated
@@ -58,11 +54,7 @@ def check_declaration(
 
 def _check_callables(**given: Any) -> None:
     for name, value in given.items():
-        if (
-            value is not None
-            and not callable(value)
-            and not (name == "activation" and isinstance(value, str))
-        ):
+        if value is not None and not callable(value) and not (name == "activation" and isinstance(value, str)):
             raise DtypeError(f"{name} cannot be called", found=type(value).__name__, needed="a callable")
     if given["activation"] is None:
         raise DtypeError("activation is missing", found="None", needed="a name or a callable")
@@ -76,9 +68,7 @@ def _check_gate(
     alpha: float | None,
 ) -> None:
     extras = [
-        name
-        for name, value in (("gate", gate), ("swiglu_limit", limit), ("swiglu_alpha", alpha))
-        if value is not None
+        name for name, value in (("gate", gate), ("swiglu_limit", limit), ("swiglu_alpha", alpha)) if value is not None
     ]
     if extras and not gated:
         raise LayoutError(
@@ -100,9 +90,7 @@ def _check_gate(
             needed="activation='silu'",
         )
     if limit is not None and not limit >= 0:
-        raise LayoutError(
-            "swiglu_limit is a bound", found=repr(limit), needed="a number >= 0, or None for no clamp"
-        )
+        raise LayoutError("swiglu_limit is a bound", found=repr(limit), needed="a number >= 0, or None for no clamp")
 
 
 def check_tensors(
@@ -135,14 +123,12 @@ def check_tensors(
         if tensor is not None and tuple(tensor.shape) != shape:
             raise LayoutError(
                 f"{name} does not fit the declared layout",
-                found=f"{name} {tuple(tensor.shape)} beside down_proj {tuple(down.shape)}, is_transposed={is_transposed}",
+                found=f"{name} {tuple(tensor.shape)}, down_proj {tuple(down.shape)}, is_transposed={is_transposed}",
                 needed=f"{name} {shape} (E={experts}, H={hidden}, I={intermediate})",
                 hint="is_transposed=True means y = x @ W, False y = x @ W.T",
             )
     if min(experts, hidden, intermediate) < 1:
-        raise LayoutError(
-            "an axis is empty", found=f"E={experts}, H={hidden}, I={intermediate}", needed="all >= 1"
-        )
+        raise LayoutError("an axis is empty", found=f"E={experts}, H={hidden}, I={intermediate}", needed="all >= 1")
     return experts, hidden, intermediate
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from .not_yet import refuse
-from .spec import Backend, Spec
+from routed_experts.backends.not_yet import refuse
+from routed_experts.backends.spec import Backend, Spec
 
 _QUANTIZED = ["fp8_block", "mxfp4"]
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from .not_yet import refuse
-from .spec import Backend, Spec
+from routed_experts.backends.not_yet import refuse
+from routed_experts.backends.spec import Backend, Spec
 
 _MODULE = (
     {"kind": "gated"},
@@ -39,7 +39,13 @@ _MACHINE = (
 BACKEND = Backend(
     rows=(
         (
-            Spec(name="deepgemm_megamoe", devices=("cuda",), requires=(*_MODULE, *_MACHINE), auto=False),
+            Spec(
+                name="deepgemm_megamoe",
+                devices=("cuda",),
+                requires=(*_MODULE, *_MACHINE),
+                auto=False,
+                load_time_only=True,
+            ),
             refuse,
         ),
     )

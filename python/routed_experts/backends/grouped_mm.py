@@ -11,7 +11,7 @@ from functools import partial
 
 from torch import Tensor
 
-from routed_experts.backends.spec import Backend, Cost, Spec
+from routed_experts.backends.spec import Backend, Cost, Requirement, Spec
 from routed_experts.layout import ExpertLayout
 from routed_experts.linear import grouped_linear
 from routed_experts.mlp import expert_mlp
@@ -29,28 +29,62 @@ def run(experts: ExpertWeights, x_SH: Tensor, layout: ExpertLayout, *, kernel: s
     )
 
 
-_TORCH = Spec(
-    name="grouped_mm",
-    path="torch",
-    takes="grouped",
-    gives="rows",
-    requires=(
-        {"kind": "weights_aligned", "bytes": 16},
-        {"kind": "dtype", "any_of": ["bfloat16"]},
-    ),
-    cost={
-        "cpu": Cost(call_us=70, expert_us=6, bytes_per_us=25e3, flops_per_us=2e5),
-        "cuda": Cost(call_us=250, bytes_per_us=2.5e6, flops_per_us=4e8),
+_ALIGNED = {"kind": "weights_aligned", "bytes": 16}
+_HALVES_AND_FLOAT = {"kind": "dtype", "any_of": ["float32", "bfloat16", "float16"]}
+
+# Where torch's grouped GEMM is a kernel and not a loop that waits for the offsets: SM90 and SM100.
+_TORCH_ON_CUDA = (
+    _ALIGNED,
+    {"kind": "dtype", "any_of": ["bfloat16"]},
+    {"kind": "when", "major": 8, "then": {"kind": "not_capturing"}},
+    {"kind": "when", "major": 12, "then": {"kind": "not_capturing"}},
+    {
+        "kind": "torch_capability",
+        "rows": [
+            {"torch_min": "2.8", "torch_below": "2.9", "capability_min": (9, 0), "capability_below": (10, 0)},
+            {
+                "torch_min": "2.9",
+                "torch_below": "2.10",
+                "capability_min": (8, 0),
+                "capability_below": (12, 0),
+            },
+            {"torch_min": "2.10", "capability_min": (8, 0)},
+        ],
     },
 )
-_LOOP = Spec(
-    name="grouped_mm",
-    path="loop",
-    takes="grouped",
-    gives="rows",
-    cost={
-        "cpu": Cost(call_us=60, expert_us=4, bytes_per_us=25e3, flops_per_us=2e5),
-        "cuda": Cost(call_us=350, expert_us=40, bytes_per_us=2.5e6, flops_per_us=3e8),
-    },
+
+
+def _row(path: str, device: str, cost: Cost, *requires: Requirement) -> tuple[Spec, partial[Tensor]]:
+    spec = Spec(
+        name="grouped_mm",
+        path=path,
+        devices=(device,),
+        takes="grouped",
+        gives="rows",
+        requires=({"kind": "unquantized"}, *requires),
+        cost={device: cost},
+        decode_as="batched_mm",
+    )
+    return spec, partial(run, kernel=path)
+
+
+BACKEND = Backend(
+    rows=(
+        _row(
+            "torch",
+            "cpu",
+            Cost(call_us=70, expert_us=6, bytes_per_us=25e3, flops_per_us=2e5),
+            _ALIGNED,
+            _HALVES_AND_FLOAT,
+            {"kind": "torch", "min": "2.9"},
+        ),
+        _row("torch", "cuda", Cost(call_us=250, bytes_per_us=2.5e6, flops_per_us=4e8), *_TORCH_ON_CUDA),
+        _row("loop", "cpu", Cost(call_us=60, expert_us=4, bytes_per_us=25e3, flops_per_us=2e5)),
+        _row(
+            "loop",
+            "cuda",
+            Cost(call_us=350, expert_us=40, bytes_per_us=2.5e6, flops_per_us=3e8),
+            {"kind": "not_capturing"},
+        ),
+    )
 )
-BACKEND = Backend(rows=((_TORCH, partial(run, kernel="torch")), (_LOOP, partial(run, kernel="loop"))))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
-from ..errors import BackendUnavailable
+from routed_experts.errors import BackendUnavailable
 
 
 def refuse(*args: Any, **kwargs: Any) -> NoReturn:

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator, MutableMapping
 from importlib import import_module
 from typing import Any, NamedTuple, TypeAlias
 
-from .. import _core
-from ..errors import LayoutError, UnknownBackend
-from . import BUILT_IN
-from .spec import Backend, Spec
+from routed_experts import _core
+from routed_experts.backends import BUILT_IN
+from routed_experts.backends.spec import Backend, Spec
+from routed_experts.errors import LayoutError, UnknownBackend
 
 Run: TypeAlias = Callable[..., Any]
 
@@ -161,7 +161,7 @@ def check_name(name: str) -> None:
 
 
 def _run_named(name: str, experts: Any, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> Any:
-    from ..moe import run_experts
+    from routed_experts.moe import run_experts
 
     return run_experts(hidden_states, top_k_index, top_k_weights, experts, backend=name)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from .not_yet import refuse
-from .spec import Backend, Requirement, Spec
+from routed_experts.backends.not_yet import refuse
+from routed_experts.backends.spec import Backend, Requirement, Spec
 
 _MACHINE = (
     {"kind": "not_in_this_version"},

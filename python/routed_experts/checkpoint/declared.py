@@ -161,9 +161,7 @@ def _from_block(block: Any, source: Path) -> Declaration:
     if not isinstance(block, dict) or block.get("version") != 1:
         raise _bad_block(source, f"version {block.get('version') if isinstance(block, dict) else block!r}")
     known = {field.name for field in fields(Declaration)}
-    values: dict[str, Any] = {
-        key: tuple(value) if isinstance(value, list) else value for key, value in block.items()
-    }
+    values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in block.items()}
     values.pop("version")
     if set(values) != known:
         raise _bad_block(source, f"keys missing or unknown: {few(sorted(set(values) ^ known))}")

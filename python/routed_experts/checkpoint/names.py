@@ -18,9 +18,7 @@ _STACK = re.compile(
 # Shared experts are a dense MLP; multi-token-prediction layers count their layers anew.
 _NOT_ROUTED = re.compile(r"(^|\.)(mtp|nextn|shared)\w*\.")
 
-_MATRIX = re.compile(
-    r"(?P<expert>[0-9]{1,6})\.(?P<role>gate_proj|up_proj|down_proj|w1|w2|w3)\.(?P<kind>weight|bias)"
-)
+_MATRIX = re.compile(r"(?P<expert>[0-9]{1,6})\.(?P<role>gate_proj|up_proj|down_proj|w1|w2|w3)\.(?P<kind>weight|bias)")
 _MATRIX_ROLES = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 _STACKED = re.compile(r"(?P<role>gate_up_proj|up_proj|down_proj)(?:\.weight|(?P<bias>[._]bias))?")
 _STACKED_ROLES = {
@@ -58,11 +56,7 @@ class Stack:
         else:
             stacked = _STACKED.fullmatch(leaf)
             roles = self.stacked
-            known = (
-                stacked["role"] + ("_bias" if stacked["bias"] else "")
-                if stacked
-                else _STACKED_ROLES.get(leaf, "")
-            )
+            known = stacked["role"] + ("_bias" if stacked["bias"] else "") if stacked else _STACKED_ROLES.get(leaf, "")
         if known and known not in roles:
             roles[known] = name
             self.interleaved |= leaf == _INTERLEAVED_LEAF
@@ -99,13 +93,9 @@ def find_stack(names: Iterable[str], layer: int) -> Stack:
 def _no_experts(layer: int, layers: list[int]) -> CheckpointError:
     return CheckpointError(
         f"layer {layer} has no routed experts in this checkpoint",
-        found=f"experts in layers {few(layers, 100)}"
-        if layers
-        else "no tensor named ...layers.N....experts....",
+        found=f"experts in layers {few(layers, 100)}" if layers else "no tensor named ...layers.N....experts....",
         needed=f"tensors named ...layers.{layer}....experts....",
-        hint="give one of these layers"
-        if layers
-        else "check that this is the checkpoint of a Mixture-of-Experts",
+        hint="give one of these layers" if layers else "check that this is the checkpoint of a Mixture-of-Experts",
     )
 
 

@@ -45,17 +45,13 @@ def expert_count(stack: Stack, declared: Declaration, files: TensorFiles) -> int
         raise CheckpointError(
             f"the number of experts under {stack.prefix} is wrong",
             found=f"{count} experts",
-            needed=f"{few(declared.counts)} as the config says"
-            if declared.counts and count
-            else "at least one",
+            needed=f"{few(declared.counts)} as the config says" if declared.counts and count else "at least one",
             hint="the config and the tensors do not belong together",
         )
     return count
 
 
-def plan(
-    stack: Stack, declared: Declaration, files: TensorFiles, count: int, local: range
-) -> dict[str, Parameter]:
+def plan(stack: Stack, declared: Declaration, files: TensorFiles, count: int, local: range) -> dict[str, Parameter]:
     """Parameters of all ``count`` experts; headers are read for the experts in ``local`` alone."""
     roles = _required(stack, declared)
     if stack.stacked:
@@ -73,9 +69,7 @@ def _required(stack: Stack, declared: Declaration) -> tuple[str, ...]:
         roles = declared.tensors
     else:
         up = "gate_up_proj" if _is_gated(stack, declared, present) else "up_proj"
-        biases = (
-            declared.has_bias if declared.has_bias is not None else any("_bias" in role for role in present)
-        )
+        biases = declared.has_bias if declared.has_bias is not None else any("_bias" in role for role in present)
         roles = (up, "down_proj", *((f"{up}_bias", "down_proj_bias") if biases else ()))
     if stack.stacked and set(roles) != present:
         missing, extra = sorted(set(roles) - present), sorted(present - set(roles))
@@ -134,9 +128,7 @@ def _check_complete(stack: Stack, wanted: set[str], count: int) -> None:
             f"the experts under {stack.prefix} are not complete",
             found=few(missing or extra),
             needed=f"{few(sorted(wanted))} of each of {count} experts, and nothing else",
-            hint=_INCOMPLETE
-            if missing
-            else "build the model and use ExpertWeights.from_module on its experts",
+            hint=_INCOMPLETE if missing else "build the model and use ExpertWeights.from_module on its experts",
         )
 
 

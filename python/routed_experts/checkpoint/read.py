@@ -46,9 +46,7 @@ def read_experts(
         local = _local_experts(count, rank, world, declared)
         parameters = plan(stack, declared, files, count, local)
         flags = _flags(stack, declared, parameters)
-        tensors = {
-            role: _read(parameter, files, count, local, place) for role, parameter in parameters.items()
-        }
+        tensors = {role: _read(parameter, files, count, local, place) for role, parameter in parameters.items()}
         logger.debug("read %d bytes of experts %s of layer %d from %s", files.bytes_read, local, layer, path)
     if rank is not None and world is not None:
         flags["shard"] = (rank, world)

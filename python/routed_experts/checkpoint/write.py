@@ -117,9 +117,7 @@ def _dense(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return dense
 
 
-def _write(
-    folder: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str], config: dict[str, Any]
-) -> None:
+def _write(folder: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str], config: dict[str, Any]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     temporary = [folder / f".{name}.{os.getpid()}.tmp" for name in (WEIGHTS, CONFIG)]
     try:

@@ -80,9 +80,7 @@ def print_report(console: Console, report: dict[str, Any]) -> None:
     print_pairs(console, "Machine", system.items())
     torch = report["torch"]
     built = torch["built_with_cuda_runtime"]
-    runtime = (
-        "none: a CPU build" if built is None else f"{built} (the runtime it was built with, no compiler)"
-    )
+    runtime = "none: a CPU build" if built is None else f"{built} (the runtime it was built with, no compiler)"
     pairs = (("version", torch["version"]), ("CUDA", runtime), ("threads", torch["threads"]))
     print_pairs(console, "PyTorch", pairs)
     print_pairs(console, "Devices", (_device_row(device) for device in report["devices"]))
@@ -126,9 +124,7 @@ def _print_toolkit(console: Console, toolkit: dict[str, Any]) -> None:
 def _print_backends(console: Console, backends: list[dict[str, Any]]) -> None:
     table = make_table(console, "Backend", "Runs here", "Why, and what to do")
     for one in backends:
-        table.add_row(
-            one["backend"], verdict(one["accepted"]), reasons(one["found"], one["needed"], one["hint"])
-        )
+        table.add_row(one["backend"], verdict(one["accepted"]), reasons(one["found"], one["needed"], one["hint"]))
     print_section(console, "Backends", table)
 
 

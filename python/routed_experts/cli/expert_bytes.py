@@ -56,9 +56,7 @@ def _files(folder: Path) -> list[Path]:
             f"{folder} is no complete safetensors checkpoint",
             found=f"no {', '.join(missing)}" if missing else "no *.safetensors file",
             needed="every file that the index names" if missing else "one or more *.safetensors files",
-            hint="download the whole folder again"
-            if missing
-            else "give the folder that save_pretrained wrote",
+            hint="download the whole folder again" if missing else "give the folder that save_pretrained wrote",
         )
     return files
 

@@ -35,9 +35,7 @@ class Numbers(click.ParamType):
         self.separator = separator
         self.labels = labels.split(separator)
 
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[int, ...]:
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
         """Return the numbers, none of them negative."""
         if isinstance(value, tuple):
             return value
@@ -48,22 +46,16 @@ class Numbers(click.ParamType):
 
 
 @click.command(cls=Command)
-@click.option(
-    "--shape", type=Numbers("E,K,H,I", ",", "E,K,H,I"), help="Experts, top-k, hidden and expert size."
-)
+@click.option("--shape", type=Numbers("E,K,H,I", ",", "E,K,H,I"), help="Experts, top-k, hidden and expert size.")
 @click.option(
     "--checkpoint",
     type=click.Path(exists=True, file_okay=False, path_type=Path),
     help="A safetensors folder, instead of --shape.",
 )
-@click.option(
-    "--layer", type=click.IntRange(min=0), default=0, show_default=True, help="Layer of --checkpoint."
-)
+@click.option("--layer", type=click.IntRange(min=0), default=0, show_default=True, help="Layer of --checkpoint.")
 @click.option("--top-k", type=click.IntRange(min=0), help="Experts a token, if not in --shape.")
 @click.option("--tokens", type=click.IntRange(min=0), required=True, help="Tokens in the call.")
-@click.option(
-    "--dtype", type=click.Choice(_DTYPES), help="Dtype of hidden states. [default: the weights' own]"
-)
+@click.option("--dtype", type=click.Choice(_DTYPES), help="Dtype of hidden states. [default: the weights' own]")
 @click.option("--backend", default="auto", show_default=True, help="Ask for one backend by name.")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), help="[default: what this machine has]")
 @click.option("--capability", type=Numbers("X.Y", ".", "X.Y"), help="Decide as for this GPU capability.")
@@ -71,9 +63,7 @@ class Numbers(click.ParamType):
 @click.option("--compiling", is_flag=True, help="Under torch.compile.")
 @click.option("--capturing", is_flag=True, help="Inside a CUDA graph capture.")
 @click.option("--expert-parallel", is_flag=True, help="Experts are split over ranks.")
-@click.option(
-    "--has-gate/--no-gate", default=True, show_default=True, help="Gate and up projection, or up only."
-)
+@click.option("--has-gate/--no-gate", default=True, show_default=True, help="Gate and up projection, or up only.")
 @click.option("--transposed", is_flag=True, help="Weights are (E, in, out).")
 @click.option("--interleaved", is_flag=True, help="Gate and up rows alternate.")
 @click.option("--bias", is_flag=True, help="Both projections have a bias.")
@@ -91,10 +81,7 @@ def select(ctx: click.Context, as_json: bool, **options: Any) -> None:
         dtype=None if options["dtype"] is None else getattr(torch, options["dtype"]),
         device=facts.device,
         facts=facts,
-        **{
-            name: options[name]
-            for name in ("backend", "training", "compiling", "capturing", "expert_parallel")
-        },
+        **{name: options[name] for name in ("backend", "training", "compiling", "capturing", "expert_parallel")},
     )
     if as_json:
         print_json(selection.to_dict())
@@ -110,9 +97,7 @@ def _check_source(ctx: click.Context, options: dict[str, Any]) -> None:
         return ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
 
     if options["checkpoint"] is not None and any(map(given, _LAYOUT)):
-        raise click.UsageError(
-            "a checkpoint declares its own layout: leave out " + _names(filter(given, _LAYOUT))
-        )
+        raise click.UsageError("a checkpoint declares its own layout: leave out " + _names(filter(given, _LAYOUT)))
     if options["shape"] is not None and any(map(given, ("top_k", "layer"))):
         raise click.UsageError("--top-k and --layer go with --checkpoint")
     if options["capability"] is not None and options["device"] == "cpu":

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import routed_experts as rx
+from routed_experts.backends.registry import REGISTRY
 
 README = Path(__file__).resolve().parent.parent / "README.md"
 BEGIN, END = "<!-- backends: written by `make format` -->", "<!-- end of backends -->"
@@ -25,28 +25,14 @@ def sentence(requirement: dict[str, Any]) -> str:
     return " ".join([str(requirement["kind"]).replace("_", " "), *words])
 
 
-def rows_of(spec: Any) -> list[dict[str, Any]]:
-    """Return the rows of one entry of ``rx.backends()`` as plain data."""
-    rows = spec if isinstance(spec, list | tuple) else [spec]
-    return [row.to_dict() for row in rows]
-
-
 def table() -> str:
-    """Return the markdown table of every registered backend."""
+    """Return the markdown table of every row of every registered backend."""
     lines = [f"| {' | '.join(COLUMNS)} |", f"| {' | '.join('---' for _ in COLUMNS)} |"]
-    for name, spec in rx.backends().items():
-        for row in rows_of(spec):
-            label = f"`{name}`" + (f" ({row['path']})" if row["path"] else "")
-            needs = "; ".join(sentence(requirement) for requirement in row["requires"]) or "nothing"
-            cells = [
-                label,
-                ", ".join(row["devices"]),
-                row["takes"],
-                row["gives"],
-                needs,
-                "yes" if row["auto"] else "no",
-            ]
-            lines.append(f"| {' | '.join(cells)} |")
+    for spec, _ in REGISTRY.table().rows:
+        label = f"`{spec.name}`" + (f" ({spec.path})" if spec.path else "")
+        needs = "; ".join(map(sentence, spec.requires)) or "nothing"
+        cells = [label, ", ".join(spec.devices), spec.takes, spec.gives, needs, "yes" if spec.auto else "no"]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

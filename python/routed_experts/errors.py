@@ -36,7 +36,9 @@ class RoutedExpertsError(Exception):
         return _rebuild, (type(self), self.message, details)
 
 
-def _rebuild(cls: type[RoutedExpertsError], message: str, details: dict[str, str | None]) -> RoutedExpertsError:
+def _rebuild(
+    cls: type[RoutedExpertsError], message: str, details: dict[str, str | None]
+) -> RoutedExpertsError:
     return cls(message, **details)
 
 

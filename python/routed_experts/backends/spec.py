@@ -50,6 +50,9 @@ class Spec:
 
     and back come ``tokens`` (T, H), weighted and summed; ``slots`` (S, H), in pair order; or ``rows``, in the
     order they were handed over. Rows of sentinels must read 0 in slots and rows.
+
+    ``decode_as`` names the backend that takes over in the decode stage on an accelerator ("" for none);
+    ``load_time_only`` marks one that reshapes weights, so it is neither entered nor left after loading.
     """
 
     name: str
@@ -61,6 +64,8 @@ class Spec:
     requires: tuple[Requirement, ...] = ()
     cost: dict[str, Cost] = field(default_factory=dict)
     auto: bool = True
+    decode_as: str = ""
+    load_time_only: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """Return the row as nested plain data, the form the Rust registry reads."""

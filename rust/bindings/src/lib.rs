@@ -2,8 +2,15 @@
 
 use pyo3::prelude::*;
 
+mod errors;
+mod layout;
+mod select;
+mod toolkit;
+
 #[pymodule]
 fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
-    Ok(())
+    layout::register(module)?;
+    select::register(module)?;
+    toolkit::register(module)
 }

@@ -1,2 +1,11 @@
 //! Pure Rust core of routed-experts: no Python, no torch.
 
+pub mod cost;
+pub mod error;
+pub mod facts;
+pub mod layout;
+mod report;
+pub mod requirements;
+pub mod select;
+pub mod toolkit;
+pub mod version;

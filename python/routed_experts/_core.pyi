@@ -1,0 +1,35 @@
+"""The Rust extension module; private, its users are the Python files named in each group."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, final
+
+__all__ = ["Registry", "__version__", "find_toolkit", "layout_build", "layout_first_out_of_range"]
+
+__version__: str
+
+# layout.py: addresses and lengths of contiguous CPU tensors; dtype is a code of layout._ID_CODES.
+def layout_build(
+    ids: int,
+    dtype: int,
+    pairs: int,
+    num_experts: int,
+    alignment: int,
+    threads: int,
+    out: int,
+    out_len: int,
+    /,
+) -> None: ...
+def layout_first_out_of_range(ids: int, dtype: int, pairs: int, num_experts: int, /) -> int | None: ...
+
+# toolkit.py
+def find_toolkit() -> dict[str, Any]: ...
+
+# selection.py and backends/registry.py: specs are Spec.to_dict(), facts are Facts.to_dict().
+@final
+class Registry:
+    def __new__(cls, specs: Sequence[Mapping[str, Any]]) -> Registry: ...
+    def select(
+        self, facts: Mapping[str, Any], problem: Mapping[str, Any], backend: str
+    ) -> dict[str, Any]: ...
+    def check_name(self, backend: str) -> None: ...
+    def decisions(self, facts: Mapping[str, Any]) -> list[dict[str, Any]]: ...

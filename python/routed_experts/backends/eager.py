@@ -1,0 +1,63 @@
+"""The reference: sort the pairs by expert with torch, run each expert on its rows, put the rows back.
+
+Independent of the package's own layouts and products on purpose: every other backend is compared with it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from routed_experts.backends.spec import Backend, Cost, Spec
+from routed_experts.combine import attach
+from routed_experts.mlp import expert_mlp
+from routed_experts.weights import ExpertWeights
+
+
+def run(experts: ExpertWeights, x_SH: Tensor, expert_S: Tensor) -> Tensor:
+    """Run every pair through its expert; pairs whose expert is -1 read 0."""
+    order = torch.argsort(expert_S, stable=True)
+    hit, counts = torch.unique_consecutive(expert_S[order], return_counts=True)
+    parameters = (experts.up_weight, experts.up_bias, experts.down_weight, experts.down_proj_bias)
+    if not (hit >= 0).any():
+        return attach(torch.zeros_like(x_SH), x_SH, *parameters)
+    # unbind is one autograd node for all experts; indexing would make a full-size gradient for each.
+    up, up_bias, down, down_bias = (None if p is None else p.unbind() for p in parameters)
+    pieces = []
+    for e, x in zip(hit.tolist(), x_SH[order].split(counts.tolist()), strict=True):
+        if e < 0:
+            pieces.append(torch.zeros_like(x))
+            continue
+        pieces.append(
+            expert_mlp(
+                experts,
+                x,
+                lambda rows, e=e: _linear(experts, rows, up[e], up_bias and up_bias[e]),
+                lambda rows, e=e: _linear(experts, rows, down[e], down_bias and down_bias[e]),
+            )
+        )
+    return torch.cat(pieces)[torch.argsort(order)]
+
+
+def _linear(experts: ExpertWeights, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    matrix = weight if experts.is_transposed else weight.mT
+    out = x @ matrix.to(x.dtype)
+    return out if bias is None else out + bias.to(x.dtype)
+
+
+BACKEND = Backend(
+    rows=(
+        (
+            Spec(
+                name="eager",
+                takes="slots",
+                gives="slots",
+                cost={
+                    "cpu": Cost(call_us=120, expert_us=18, bytes_per_us=25e3, flops_per_us=2e5),
+                    "cuda": Cost(call_us=400, expert_us=90, bytes_per_us=2.5e6, flops_per_us=3e8),
+                },
+            ),
+            run,
+        ),
+    )
+)

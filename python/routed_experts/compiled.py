@@ -1,0 +1,128 @@
+"""run_experts under torch.compile.
+
+``auto`` without gradients is one opaque operator that chooses at run time by the real number of tokens, so token
+counts cause no recompiles. A backend asked for by name is traced: its row is pinned while tracing, its products are
+opaque operators of their own. So is ``auto`` with gradients, or with a gate or norm of one's own: it is
+``grouped_mm`` then, whose operators know their backward and whose shapes do not depend on the routing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from routed_experts import selection
+from routed_experts.selection import Choice
+from routed_experts.weights import TENSOR_NAMES, ExpertWeights
+
+if TYPE_CHECKING:
+    from routed_experts.moe import Call
+
+# A traced choice must not depend on the number of tokens, or every count would recompile: it assumes this many.
+TRACED_TOKENS = 64
+TRACED_AUTO = "grouped_mm"
+
+_pinned: dict[str, Choice] = {}
+_templates: dict[Any, ExpertWeights] = {}
+
+
+def run(call: Call, weights_on: str, how: dict[str, Any]) -> Tensor:
+    """Put a checked call into the graph that is being traced."""
+    from routed_experts.moe import execute
+
+    if _is_one_operator(call.experts, how):
+        tensors = [getattr(call.experts, name) for name in TENSOR_NAMES]
+        return torch.ops.routed_experts.run(
+            call.x_TH,
+            call.index_TK,
+            call.weights_TK,
+            tensors,
+            _declared(call.experts),
+            call.dtype,
+            weights_on,
+            how["expert_parallel"],
+        )
+    backend = TRACED_AUTO if how["backend"] == "auto" else how["backend"]
+    return execute(_traced_choice(call, {**how, "backend": backend}), call, weights_on)
+
+
+def _is_one_operator(experts: ExpertWeights, how: dict[str, Any]) -> bool:
+    known = experts.gate is None and experts.activation_name is not None and experts.post_expert_norm is None
+    return how["backend"] == "auto" and known and not how["training"]
+
+
+def _traced_choice(call: Call, how: dict[str, Any]) -> Choice:
+    problem = {**selection.problem_fields(call.experts), **how, "dtype": call.x_TH.dtype}
+    return _pinned[_pin(str(problem), call.experts.device.type, **problem)]
+
+
+@torch.compiler.assume_constant_result
+def _pin(key: str, device: str, **problem: Any) -> str:
+    """Choose from constants while tracing; the row is read from ``_pinned`` afterwards, since a function that is
+    returned into a graph breaks it."""
+    _pinned[key] = selection.choose_for(problem, device=device, num_tokens=TRACED_TOKENS, compiling=True)
+    return key
+
+
+def _declared(experts: ExpertWeights) -> str:
+    """The declared layout as text: operators take no objects, and text is the same in every process."""
+    return (
+        f"{experts.activation_name};{experts.swiglu_limit};{experts.swiglu_alpha};"
+        f"{experts.is_transposed};{experts.is_concatenated}"
+    )
+
+
+def _experts_of(tensors: list[Tensor | None], declared: str) -> ExpertWeights:
+    """Weights of one operator call; the checks run once a layout."""
+    named = dict(zip(TENSOR_NAMES, tensors, strict=True))
+    signature = (
+        declared,
+        *(None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in tensors),
+    )
+    template = _templates.get(signature)
+    if template is None:
+        activation, limit, alpha, transposed, concatenated = declared.split(";")
+        template = ExpertWeights(
+            **named,  # type: ignore[arg-type]
+            activation=activation,
+            swiglu_limit=None if limit == "None" else float(limit),
+            swiglu_alpha=None if alpha == "None" else float(alpha),
+            is_transposed=transposed == "True",
+            is_concatenated=concatenated == "True",
+        )
+        _templates[signature] = template.with_tensors({})  # the template must not keep weights alive
+    return template.with_tensors(named)
+
+
+@torch.library.custom_op("routed_experts::run", mutates_args=())
+def _run(
+    x: Tensor,
+    index: Tensor,
+    weights: Tensor,
+    tensors: list[Tensor | None],
+    declared: str,
+    dtype: torch.dtype,
+    weights_on: str,
+    expert_parallel: bool,
+) -> Tensor:
+    from routed_experts.moe import Call, choose, execute
+
+    call = Call(_experts_of(tensors, declared), x, index, weights, dtype)
+    how = {"backend": "auto", "training": False, "expert_parallel": expert_parallel, "process_group": False}
+    return execute(choose(call, how), call, weights_on)
+
+
+@_run.register_fake
+def _(
+    x: Tensor,
+    index: Tensor,
+    weights: Tensor,
+    tensors: list[Tensor | None],
+    declared: str,
+    dtype: torch.dtype,
+    weights_on: str,
+    expert_parallel: bool,
+) -> Tensor:
+    return x.new_empty(x.shape, dtype=dtype)

@@ -1,0 +1,236 @@
+"""What the machine is: the only place that asks torch, the device and installed packages.
+
+Nothing here starts a CUDA context. Before torch has one, the driver's own tool is asked about the devices.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import platform
+import subprocess
+from dataclasses import dataclass, field
+from importlib import metadata
+from typing import Any, NamedTuple
+
+import torch
+
+from .errors import DeviceError, LayoutError
+
+PACKAGES = (
+    "triton",
+    "kernels",
+    "transformers",
+    "nvidia-cutlass-dsl",
+    "apache-tvm-ffi",
+    "deep_gemm",
+    "sonicmoe",
+)
+DEFAULT_BATCHED_BYTES = 1 << 30
+_BUDGET = "ROUTED_EXPERTS_BATCHED_BYTES"
+_MACHINE_VARIABLES = ("CUDA_HOME", "CUDA_PATH", "PATH", "DG_JIT_NVCC_COMPILER", "CUDA_VISIBLE_DEVICES")
+_SMI_SECONDS = 2.0
+
+# Every call of a layer reads these. The dict inside os.environ answers ten times faster than os.environ does,
+# which decodes each value; where an interpreter has no such dict, the slow way is the same.
+_ENVIRON: Any = getattr(os.environ, "_data", os.environ)
+_ENCODE = os.environ.encodekey if _ENVIRON is not os.environ else str
+_CPU_KEYS = (_ENCODE(_BUDGET),)
+_CUDA_KEYS = tuple(_ENCODE(name) for name in (_BUDGET, *_MACHINE_VARIABLES))
+
+
+class Device(NamedTuple):
+    """One CUDA device: name, compute capability, memory in bytes."""
+
+    name: str
+    capability: tuple[int, int]
+    memory_bytes: int
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the rules of selection know of the machine.
+
+    ``capability`` is the compute capability, (9, 0) for SM90; ``packages`` holds the version of each optional
+    package, None when it is not installed; ``toolkit`` is the CUDA toolkit's root, nvcc, version and so on.
+    """
+
+    device: str
+    capability: tuple[int, int] | None = None
+    device_name: str | None = None
+    device_count: int = 0
+    torch: str = ""
+    python: str = ""
+    packages: dict[str, str | None] = field(default_factory=dict)
+    toolkit: dict[str, Any] | None = None
+
+    def replace(self, **changes: Any) -> Facts:
+        """Return other facts, to ask about a machine that is not here.
+
+        A capability without a device means ``device="cuda"``; ``device="cpu"`` without one clears it.
+
+        Raises:
+            LayoutError: a name that is no field.
+        """
+        names = [one.name for one in dataclasses.fields(self)]
+        unknown = sorted(set(changes) - set(names))
+        if unknown:
+            raise LayoutError(
+                "facts have no such field",
+                found=", ".join(unknown),
+                needed=f"one of {', '.join(names)}",
+                hint="versions are in torch, python, packages and toolkit",
+            )
+        if changes.get("capability") is not None:
+            changes.setdefault("device", "cuda")
+        elif changes.get("device") == "cpu":
+            changes["capability"] = None
+        return dataclasses.replace(self, **changes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the facts as nested plain data."""
+        return dataclasses.asdict(self)
+
+
+def environment(kind: str) -> tuple[Any, ...]:
+    """Return the values of the variables that facts of this kind of device depend on; cheap to compare."""
+    return tuple(map(_ENVIRON.get, _CPU_KEYS if kind == "cpu" else _CUDA_KEYS))
+
+
+def batched_budget() -> int:
+    """Bytes that copies of weights may take at a time: ``ROUTED_EXPERTS_BATCHED_BYTES``, 1 GiB if unset.
+
+    Raises:
+        LayoutError: the variable is not a whole number of at least 0.
+    """
+    text = os.environ.get(_BUDGET, "").strip()
+    if not text:
+        return DEFAULT_BATCHED_BYTES
+    if not text.isdecimal():
+        raise LayoutError(
+            f"{_BUDGET} cannot be read",
+            found=repr(text),
+            needed="a whole number of bytes",
+            hint=f"export {_BUDGET}={DEFAULT_BATCHED_BYTES}, or unset it",
+        )
+    return int(text)
+
+
+def current_facts(device: str | torch.device | None = None) -> Facts:
+    """Return the facts of this machine for ``device``, by default the first CUDA device, else the CPU.
+
+    Raises:
+        DeviceError: a CUDA device that this process does not have.
+    """
+    return _gathered(_settled(device), environment("cuda"), True)
+
+
+def facts_for(device: torch.device) -> Facts:
+    """Return what selection needs for ``device``; for the CPU neither GPUs nor a toolkit are looked for."""
+    on_cpu = device.type == "cpu"
+    return _gathered(_settled(device), () if on_cpu else environment("cuda"), not on_cpu)
+
+
+def _settled(device: str | torch.device | None) -> torch.device:
+    if device is None:
+        device = "cuda" if list_devices() else "cpu"
+    device = torch.device(device)
+    return torch.device("cpu") if device.type == "meta" else device
+
+
+@functools.lru_cache(maxsize=32)
+def _gathered(device: torch.device, _environment: tuple[Any, ...], whole: bool) -> Facts:
+    found = _cuda_device(device) if device.type == "cuda" else None
+    return Facts(
+        device=device.type,
+        capability=found.capability if found else None,
+        device_name=found.name if found else platform.processor() or platform.machine(),
+        device_count=len(list_devices()) if whole else 0,
+        torch=str(torch.__version__),
+        python=platform.python_version(),
+        packages={name: _version(name) for name in PACKAGES},
+        toolkit=_toolkit() if whole else None,
+    )
+
+
+def forget_facts() -> None:
+    """Ask the machine anew next time: a package was installed, a device went."""
+    _gathered.cache_clear()
+    _ask_driver.cache_clear()
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _toolkit() -> dict[str, Any]:
+    from .toolkit import find_toolkit
+
+    found: dict[str, Any] = find_toolkit().to_dict()
+    return found
+
+
+def _cuda_device(device: torch.device) -> Device:
+    devices = list_devices()
+    index = device.index
+    if index is None:
+        index = torch.cuda.current_device() if torch.cuda.is_initialized() else 0
+    if index >= len(devices):
+        raise DeviceError(
+            f"no device {device}",
+            found=f"{len(devices)} CUDA devices",
+            needed=f"device {device}",
+            hint="to ask about another machine pass facts=current_facts().replace(capability=(9, 0))",
+        )
+    return devices[index]
+
+
+def list_devices() -> list[Device]:
+    """Return the CUDA devices of this process, in torch's order, without starting a context."""
+    if torch.version.cuda is None:
+        return []
+    if torch.cuda.is_initialized():
+        found = (torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count()))
+        return [Device(one.name, (one.major, one.minor), one.total_memory) for one in found]
+    return list(_ask_driver(environment("cuda")))
+
+
+@functools.lru_cache(maxsize=8)
+def _ask_driver(_environment: tuple[Any, ...]) -> tuple[Device, ...]:
+    query = ["nvidia-smi", "--query-gpu=uuid,name,compute_cap,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=_SMI_SECONDS, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ()
+    rows = [line.split(", ") for line in done.stdout.splitlines()]
+    devices = {row[0]: parsed for row in rows if (parsed := _device(row))}
+    return tuple(_visible(devices, os.environ.get("CUDA_VISIBLE_DEVICES")))
+
+
+def _device(row: list[str]) -> Device | None:
+    try:
+        _, name, capability, memory = row
+        major, minor = capability.split(".")
+        return Device(name, (int(major), int(minor)), int(memory) << 20)
+    except ValueError:
+        return None
+
+
+def _visible(devices: dict[str, Device], variable: str | None) -> list[Device]:
+    """Apply ``CUDA_VISIBLE_DEVICES``, which the driver's tool ignores; it ends at its first bad entry."""
+    if variable is None:
+        return list(devices.values())
+    seen = []
+    for entry in variable.split(","):
+        entry = entry.strip()
+        matches = [device for uuid, device in devices.items() if entry and uuid.startswith(entry)]
+        if entry.isdecimal() and int(entry) < len(devices):
+            matches = [list(devices.values())[int(entry)]]
+        if len(matches) != 1:
+            break
+        seen.append(matches[0])
+    return seen

@@ -1,0 +1,155 @@
+"""run_experts: one call of an experts layer, from the router's output to the weighted sum.
+
+Shape suffixes: T tokens, K slots a token, S = T*K pairs, R rows of a layout, E experts, H hidden size, I
+intermediate size. The way of a token: checked here, laid out in layout.py, gathered in combine.py, run in
+backends/NAME.py, and back through combine.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from routed_experts import compiled, selection
+from routed_experts.checks import check_call, check_ids, compute_dtype, is_checked
+from routed_experts.combine import attach, combine, dispatch, padded_routes, pair_routes, sorted_routes
+from routed_experts.errors import LayoutError
+from routed_experts.layout import build_layout
+from routed_experts.module_weights import resolve
+from routed_experts.selection import Choice
+from routed_experts.weights import TENSOR_NAMES, ExpertWeights
+
+
+class Call(NamedTuple):
+    """One checked call: what a row of the backend table is run on."""
+
+    experts: ExpertWeights
+    x_TH: Tensor  # in the dtype the products run in
+    index_TK: Tensor
+    weights_TK: Tensor
+    dtype: torch.dtype  # of the result
+
+
+def run_experts(
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    experts: ExpertWeights | nn.Module,
+    *,
+    backend: str = "auto",
+    expert_parallel: bool = False,
+    checked: bool | None = None,
+    allow_cast: bool = False,
+    weights_on: str = "output",
+    process_group: Any = None,
+) -> Tensor:
+    """Run every token through its experts and return the weighted sum, (T, H) in the dtype of hidden_states.
+
+    Args:
+        hidden_states: (T, H), any strides.
+        top_k_index: (T, K) expert ids of any integer dtype; never changed. An id outside 0..E-1 is a sentinel:
+            its pair contributes exactly 0, and so do its gradients.
+        top_k_weights: (T, K) routing weights, any floating dtype, kept in it up to the sum over K, which runs in
+            float32 in slot order.
+        experts: ExpertWeights, or a module that follows the experts protocol.
+        backend: a registered name, or ``auto`` for the cheapest backend that can run the call.
+        expert_parallel: ids outside the range belong to other ranks, and are no mistake in checked mode.
+        checked: raise ExpertIndexError for ids out of range (waits for the device); None reads
+            ROUTED_EXPERTS_CHECKED.
+        allow_cast: run hidden_states of another dtype than the weights' by casting them.
+        weights_on: ``output`` weights what experts give, ``input`` what they get.
+        process_group: the ranks that share the experts, for the backends that ask for it.
+
+    Raises:
+        LayoutError, DtypeError, DeviceError: input that does not fit the experts.
+        UnknownBackend, BackendUnavailable, UnsupportedExperts, GradientUnsupported: a backend asked for by name
+            that cannot run this call; it is never replaced by another one.
+    """
+    bound = resolve(experts)
+    check_call(hidden_states, top_k_index, top_k_weights, bound)
+    dtype = compute_dtype(hidden_states, bound, allow_cast)
+    if weights_on not in ("output", "input"):
+        raise LayoutError("unknown weights_on", found=repr(weights_on), needed="'output' or 'input'")
+    if is_checked(checked) and not expert_parallel:
+        top_k_index = check_ids(top_k_index, bound.num_experts)
+    call = Call(bound, hidden_states.to(dtype), top_k_index, top_k_weights, hidden_states.dtype)
+    how = {
+        "backend": backend,
+        "training": wants_grad(bound, hidden_states, top_k_weights),
+        "expert_parallel": expert_parallel,
+        "process_group": process_group is not None,
+    }
+    if torch.compiler.is_compiling():
+        return compiled.run(call, weights_on, how)
+    return execute(choose(call, how), call, weights_on)
+
+
+def choose(call: Call, how: dict[str, Any]) -> Choice:
+    """Pick the row of the backend table for this call; cached per weights and bucket of tokens."""
+    tokens, slots = call.index_TK.shape
+    return selection.choose(call.experts, num_tokens=tokens, num_top_k=slots, dtype=call.x_TH.dtype, **how)
+
+
+def execute(row: Choice, call: Call, weights_on: str) -> Tensor:
+    """Run a call on a row of the backend table."""
+    return run_on_input(row, call) if weights_on == "input" else run_row(row, call)
+
+
+def wants_grad(experts: ExpertWeights, *inputs: Tensor) -> bool:
+    """Whether a backward through this call is possible: grad mode is on and something requires it."""
+    return torch.is_grad_enabled() and any(
+        t is not None and t.requires_grad
+        for t in (*inputs, *(getattr(experts, name) for name in TENSOR_NAMES))
+    )
+
+
+def run_row(row: Choice, call: Call) -> Tensor:
+    """Hand the call to one row of the backend table, in the form its spec takes."""
+    if call.index_TK.numel() == 0:
+        parameters = (getattr(call.experts, name) for name in TENSOR_NAMES)
+        zeros = call.x_TH.new_zeros(call.x_TH.shape, dtype=call.dtype)
+        return attach(zeros, call.x_TH, call.weights_TK, *parameters)
+    return _FLOWS[row.spec.takes](row, call)
+
+
+def run_on_input(row: Choice, call: Call) -> Tensor:
+    """Weight the tokens instead of the results: every pair becomes a token of its own with weight 1."""
+    routes = pair_routes(call.index_TK, call.experts.num_experts)
+    weights_TK = call.weights_TK.masked_fill(~routes.valid_TK, 0)
+    x_SH = (dispatch(call.x_TH, routes) * weights_TK.reshape(-1, 1)).to(call.x_TH.dtype)
+    ones_TK = torch.ones_like(weights_TK)
+    pairs = Call(call.experts, x_SH, call.index_TK.reshape(-1, 1), ones_TK.reshape(-1, 1), x_SH.dtype)
+    return combine(run_row(row, pairs), ones_TK, routes, call.dtype)
+
+
+def _run_routing(row: Choice, call: Call) -> Tensor:
+    out = row.run(call.experts, call.x_TH, call.index_TK, call.weights_TK)
+    if row.spec.gives == "tokens":
+        return out.to(call.dtype)
+    return combine(out, call.weights_TK, pair_routes(call.index_TK, call.experts.num_experts), call.dtype)
+
+
+def _run_slots(row: Choice, call: Call) -> Tensor:
+    routes = pair_routes(call.index_TK, call.experts.num_experts)
+    expert_S = call.index_TK.long().masked_fill(~routes.valid_TK, -1).reshape(-1)
+    out_SH = row.run(call.experts, dispatch(call.x_TH, routes), expert_S)
+    return combine(out_SH, call.weights_TK, routes, call.dtype)
+
+
+def _run_grouped(row: Choice, call: Call) -> Tensor:
+    layout = build_layout(call.index_TK, call.experts.num_experts)
+    routes = sorted_routes(layout, call.index_TK.shape)
+    out_SH = row.run(call.experts, dispatch(call.x_TH, routes), layout)
+    return combine(out_SH, call.weights_TK, routes, call.dtype)
+
+
+def _run_padded(row: Choice, call: Call) -> Tensor:
+    layout = build_layout(call.index_TK, call.experts.num_experts, alignment=row.spec.alignment)
+    routes = padded_routes(layout, call.index_TK.shape)
+    out_RH = row.run(call.experts, dispatch(call.x_TH, routes), layout)
+    return combine(out_RH, call.weights_TK, routes, call.dtype)
+
+
+_FLOWS = {"routing": _run_routing, "slots": _run_slots, "grouped": _run_grouped, "padded": _run_padded}

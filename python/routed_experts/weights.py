@@ -1,0 +1,296 @@
+"""ExpertWeights: the tensors of a layer's experts and the layout they declare.
+
+Shapes, with E experts, hidden size H, intermediate size I (N = 2I gated, I otherwise):
+
+=================  =====================  ===========================
+tensor             ``is_transposed=False``  ``is_transposed=True``
+=================  =====================  ===========================
+gate_up / up_proj  (E, N, H)              (E, H, N)
+down_proj          (E, H, I)              (E, I, H)
+biases             (E, N) and (E, H)      (E, N) and (E, H)
+=================  =====================  ===========================
+
+Nothing is guessed from shapes: 2I = H and I = H are real sizes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from routed_experts import gates
+from routed_experts.errors import UnsupportedScheme
+from routed_experts.weights_checks import check_declaration, check_tensors
+
+TENSOR_NAMES = (
+    "gate_up_proj",
+    "up_proj",
+    "down_proj",
+    "gate_up_proj_bias",
+    "up_proj_bias",
+    "down_proj_bias",
+)
+SCALE_NAMES = (
+    "gate_up_proj_scale_inv",
+    "up_proj_scale_inv",
+    "down_proj_scale_inv",
+    "gate_up_proj_activation_scale",
+    "down_proj_activation_scale",
+)
+
+
+def _live(name: str) -> property:
+    def read(self: ExpertWeights) -> Tensor | None:
+        if self._module is None:
+            return self._tensors[name]
+        return getattr(self._module, name, None)
+
+    return property(
+        read, doc=f"The tensor ``{name}``, or None; read from the module when made by from_module."
+    )
+
+
+class ExpertWeights:
+    """The weights of E experts and how they are laid out. Frozen: attributes cannot be set.
+
+    Holds the very tensors it was given, no copy and no detach, so gradients land in them. See the module's
+    docstring for shapes; all weights share one floating dtype and one device.
+
+    Args:
+        gate_up_proj: first projection of gated experts, gate and up on one axis of 2I.
+        up_proj: first projection of experts without a gate; give this or ``gate_up_proj``.
+        down_proj: second projection.
+        gate_up_proj_bias, up_proj_bias, down_proj_bias: biases, or None.
+        activation: a name (``silu``, ``gelu``, ``gelu_pytorch_tanh``, ``relu``, ``relu2``, ...) or a callable.
+        gate: a callable for a whole gate of one's own, (rows, 2I) -> (rows, I); replaces ``activation``.
+        swiglu_limit: clamp the gate from above and the linear half on both sides; None is no clamp, 0 is one.
+        swiglu_alpha: with it the gate is (up + 1) * gate * sigmoid(alpha * gate).
+        has_gate: only needed to confirm which projection was given.
+        is_transposed: y = x @ W instead of y = x @ W.T.
+        is_concatenated: gate and up are halves of the 2I axis; False: even and odd columns.
+        post_expert_norm: callable on (rows, H), applied to every expert's output before the routing weight.
+        num_experts: only needed to confirm E.
+
+    Raises:
+        LayoutError: shapes or flags that contradict each other.
+        DtypeError: weights of different or non-floating dtypes.
+        UnsupportedScheme: quantized weights or scales, which this version does not run.
+    """
+
+    def __init__(
+        self,
+        *,
+        gate_up_proj: Tensor | None = None,
+        up_proj: Tensor | None = None,
+        down_proj: Tensor,
+        gate_up_proj_bias: Tensor | None = None,
+        up_proj_bias: Tensor | None = None,
+        down_proj_bias: Tensor | None = None,
+        gate_up_proj_scale_inv: Tensor | None = None,
+        up_proj_scale_inv: Tensor | None = None,
+        down_proj_scale_inv: Tensor | None = None,
+        gate_up_proj_activation_scale: Tensor | None = None,
+        down_proj_activation_scale: Tensor | None = None,
+        activation: str | Callable[[Tensor], Tensor] = "silu",
+        gate: Callable[[Tensor], Tensor] | None = None,
+        swiglu_limit: float | None = None,
+        swiglu_alpha: float | None = None,
+        has_gate: bool | None = None,
+        is_transposed: bool = False,
+        is_concatenated: bool = True,
+        post_expert_norm: Callable[[Tensor], Tensor] | None = None,
+        quantization: object | None = None,
+        num_experts: int | None = None,
+    ) -> None:
+        arguments = locals()
+        _refuse_scales({name: arguments[name] for name in (*SCALE_NAMES, "quantization")})
+        self._set(
+            {name: arguments[name] for name in TENSOR_NAMES},
+            activation=activation,
+            gate=gate,
+            swiglu_limit=swiglu_limit,
+            swiglu_alpha=swiglu_alpha,
+            has_gate=has_gate,
+            is_transposed=bool(is_transposed),
+            is_concatenated=bool(is_concatenated),
+            post_expert_norm=post_expert_norm,
+            num_experts=num_experts,
+        )
+
+    gate_up_proj = _live("gate_up_proj")
+    up_proj = _live("up_proj")
+    down_proj = _live("down_proj")
+    gate_up_proj_bias = _live("gate_up_proj_bias")
+    up_proj_bias = _live("up_proj_bias")
+    down_proj_bias = _live("down_proj_bias")
+
+    activation: str | Callable[[Tensor], Tensor]
+    gate: Callable[[Tensor], Tensor] | None
+    swiglu_limit: float | None
+    swiglu_alpha: float | None
+    has_gate: bool
+    is_transposed: bool
+    is_concatenated: bool
+    post_expert_norm: Callable[[Tensor], Tensor] | None
+    num_experts: int
+    hidden_size: int
+    intermediate_size: int
+    dtype: torch.dtype
+    device: torch.device
+    quantization: None
+    activation_name: str | None  # canonical name, None for a callable we do not know
+    act_fn: Callable[[Tensor], Tensor]
+    _tensors: dict[str, Tensor | None]
+    _module: nn.Module | None
+    _choices: dict[Any, Any]
+
+    def _set(
+        self,
+        tensors: dict[str, Tensor | None],
+        *,
+        module: nn.Module | None = None,
+        activation: str | Callable[[Tensor], Tensor],
+        num_experts: int | None,
+        has_gate: bool | None,
+        **declared: Any,
+    ) -> None:
+        has_gate = check_declaration(tensors, has_gate=has_gate, activation=activation, **declared)
+        name = gates.activation_name(activation)
+        shape = check_tensors(tensors, has_gate, declared["is_transposed"], num_experts)
+        down = tensors["down_proj"]
+        assert down is not None  # check_declaration
+        self.__dict__.update(
+            declared,
+            activation=activation,
+            activation_name=name,
+            act_fn=activation if name is None else gates.ACTIVATIONS[name],
+            has_gate=has_gate,
+            num_experts=shape[0],
+            hidden_size=shape[1],
+            intermediate_size=shape[2],
+            dtype=down.dtype,
+            device=down.device,
+            quantization=None,
+            _tensors=tensors if module is None else {},
+            _module=module,
+            _choices={},
+        )
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"ExpertWeights is frozen: cannot set {name!r}; make a new one")
+
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(f"ExpertWeights is frozen: cannot delete {name!r}")
+
+    @property
+    def own_gate(self) -> bool:
+        """Whether the gate is a callable of the user's or the model's own."""
+        return self.gate is not None
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether any of the projections has a bias."""
+        return self.up_bias is not None or self.down_proj_bias is not None
+
+    @property
+    def up_weight(self) -> Tensor:
+        """First projection, gated or not: (E, N, H), or (E, H, N) if transposed."""
+        weight = self.gate_up_proj if self.has_gate else self.up_proj
+        assert weight is not None  # checked when made
+        return weight
+
+    @property
+    def down_weight(self) -> Tensor:
+        """Second projection: (E, H, I), or (E, I, H) if transposed."""
+        weight = self.down_proj
+        assert weight is not None  # checked when made
+        return weight
+
+    @property
+    def up_bias(self) -> Tensor | None:
+        """Bias of the first projection, (E, N), or None."""
+        return self.gate_up_proj_bias if self.has_gate else self.up_proj_bias
+
+    def bind(self) -> ExpertWeights:
+        """Return these weights with every live attribute of the module read once, for one call."""
+        if self._module is None:
+            return self
+        return self.with_tensors({name: getattr(self._module, name, None) for name in TENSOR_NAMES})
+
+    def with_tensors(self, tensors: dict[str, Tensor | None]) -> ExpertWeights:
+        """Return the same declared layout over other tensors of the same shapes, strides and dtypes, unchecked."""
+        bound = object.__new__(ExpertWeights)
+        bound.__dict__.update(self.__dict__, _tensors=tensors, _module=None)
+        return bound
+
+    @classmethod
+    def from_module(cls, module: nn.Module) -> ExpertWeights:
+        """Read the experts of a module that follows the experts protocol; see module_weights.py."""
+        from routed_experts.module_weights import read_module
+
+        return read_module(module)
+
+    @classmethod
+    def from_checkpoint(
+        cls,
+        path: str | os.PathLike[str],
+        layer: int = 0,
+        *,
+        dequantize: bool = False,
+        rank: int | None = None,
+        world: int | None = None,
+        device: torch.device | str | None = None,
+    ) -> ExpertWeights:
+        """Read one layer's experts from a safetensors checkpoint; see checkpoint.py for the layouts it knows.
+
+        Args:
+            path: folder with ``config.json`` and safetensors files (an index included), or one file.
+            layer: index of the transformer layer, as in the tensor names.
+            dequantize: load a quantized checkpoint as bfloat16.
+            rank, world: read only the experts of this rank, E/world of them.
+            device: where the tensors go; the CPU by default.
+
+        Raises:
+            CheckpointError: missing, corrupt or incomplete files, unknown layout, a layer without experts.
+        """
+        from routed_experts.checkpoint import read_experts
+
+        arguments = read_experts(path, layer, dequantize=dequantize, rank=rank, world=world, device=device)
+        shard = arguments.pop("shard", None)
+        weights = cls(**arguments)
+        if shard is not None:
+            weights.__dict__["shard"] = shard
+        return weights
+
+    def save_checkpoint(self, path: str | os.PathLike[str]) -> None:
+        """Write a folder that from_checkpoint reads back bit for bit; callables cannot be stored."""
+        from routed_experts.checkpoint import write_experts
+
+        write_experts(self, path)
+
+    def __repr__(self) -> str:
+        flags = [
+            name
+            for name in ("has_gate", "has_bias", "is_transposed", "is_concatenated")
+            if getattr(self, name)
+        ]
+        return (
+            f"ExpertWeights(num_experts={self.num_experts}, hidden_size={self.hidden_size}, "
+            f"intermediate_size={self.intermediate_size}, dtype={self.dtype}, device={str(self.device)!r}, "
+            f"activation={self.activation_name or self.activation!r}, {', '.join(flags)})"
+        )
+
+
+def _refuse_scales(given: dict[str, Any]) -> None:
+    found = [name for name, value in given.items() if value is not None]
+    if found:
+        raise UnsupportedScheme(
+            "quantized experts are not in this version",
+            found=", ".join(found),
+            needed="floating-point weights without scales",
+            hint="dequantize the weights to bfloat16 first",
+        )

@@ -1,0 +1,23 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+
+@pytest.fixture
+def poisoned(monkeypatch):
+    """Fill every tensor that code asks for uninitialised with NaN, and leave NaN behind in freed memory."""
+
+    def poison(tensor):
+        return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
+
+    for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
+        original = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *a, _original=original, **k: poison(_original(*a, **k)))
+
+    def leave_nan_behind():
+        for power in range(6, 22):
+            for _ in range(3):
+                torch.full((2**power,), float("nan"))
+
+    return leave_nan_behind

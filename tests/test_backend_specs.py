@@ -1,0 +1,247 @@
+"""The rules of the table, tried on machines that are not here."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+import torch
+from selection_helpers import CHEAP, ask, machine, make_experts, quantized, ready
+
+from routed_experts import errors
+from routed_experts.backends.spec import Spec
+from routed_experts.facts import Facts
+from routed_experts.selection import select_backend
+
+NOT_YET = ("fused", "deepgemm", "deepgemm_megamoe", "sonicmoe")
+
+
+def specs_of(name: str) -> list[Spec]:
+    return ready(importlib.import_module(f"routed_experts.backends.{name}").BACKEND)
+
+
+def refusal(name: str, facts: Facts, **changes: Any) -> errors.RoutedExpertsError:
+    with pytest.raises(errors.RoutedExpertsError) as caught:
+        ask(specs_of(name), facts, name, **changes)
+    assert caught.value.found
+    assert caught.value.needed
+    assert caught.value.hint
+    return caught.value
+
+
+@pytest.mark.parametrize("name", NOT_YET)
+def test_backends_without_code_are_listed_and_never_accepted(name):
+    for facts in (machine(), machine((10, 0)), Facts(device="cpu", torch="2.13.0")):
+        decision = next(
+            one
+            for one in select_backend(make_experts(), num_tokens=4, facts=facts).decisions
+            if one.backend == name
+        )
+        assert not decision.accepted
+        assert "not in this version" in decision.needed
+        with pytest.raises(errors.RoutedExpertsError, match="not in this version"):
+            select_backend(make_experts(), num_tokens=4, facts=facts, backend=name)
+
+
+@pytest.mark.parametrize(
+    ("name", "capability"), [("deepgemm", (9, 0)), ("deepgemm", (10, 0)), ("sonicmoe", (9, 0))]
+)
+def test_a_machine_with_everything_is_accepted(name, capability):
+    assert ask(specs_of(name), machine(capability), name)["name"] == name
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "error", "found"),
+    [
+        ("sonicmoe", {"has_gate": False}, errors.UnsupportedExperts, "without a gate"),
+        ("sonicmoe", {"has_post_expert_norm": True}, errors.UnsupportedExperts, "norm"),
+        ("sonicmoe", {"own_gate": True}, errors.UnsupportedExperts, "gate function"),
+        ("sonicmoe", {"swiglu_limit": 0.0}, errors.UnsupportedExperts, "swiglu_limit=0"),
+        ("sonicmoe", {"activation": "relu2"}, errors.UnsupportedExperts, "relu2"),
+        ("sonicmoe", {"activation": None}, errors.UnsupportedExperts, "unknown formula"),
+        ("sonicmoe", {"dtype": "float32"}, errors.UnsupportedExperts, "float32"),
+        ("deepgemm", {"training": True}, errors.GradientUnsupported, "gradient"),
+        ("deepgemm", {"has_post_expert_norm": True}, errors.UnsupportedExperts, "norm"),
+        ("deepgemm", {"device_span": 2}, errors.DeviceError, "2 devices"),
+        ("deepgemm_megamoe", {}, errors.UnsupportedExperts, "no process group"),
+        (
+            "deepgemm_megamoe",
+            {"training": True, "process_group": True},
+            errors.GradientUnsupported,
+            "gradient",
+        ),
+        ("deepgemm_megamoe", {"process_group": True}, errors.UnsupportedScheme, "unquantized"),
+        ("fused", {"dtype": "float64"}, errors.UnsupportedExperts, "float64"),
+    ],
+)
+def test_the_module_is_judged_before_the_machine(name, changes, error, found):
+    # Neither a GPU nor a package: had the machine been asked first, these would be BackendUnavailable.
+    refused = refusal(name, Facts(device="cpu", torch="2.13.0"), **changes)
+    assert type(refused) is error
+    assert found in refused.found
+
+
+@pytest.mark.parametrize(
+    ("capability", "nvcc", "found", "needed"),
+    [
+        ((9, 0), "12.1", "nvcc 12.1 in /opt/cuda", "12.3"),  # B49
+        ((10, 0), "12.8", "nvcc 12.8 in /opt/cuda", "12.9"),  # B50
+        ((10, 0), (12, 8), "nvcc 12.8", "12.9"),
+        ((10, 0), None, "unreadable", "12.9"),
+        ((12, 0), "13.0", "SM120", "SM9x or SM10x"),
+        ((8, 0), "13.0", "SM80", "SM9x or SM10x"),
+    ],
+)
+def test_deepgemm_states_toolkit_and_architecture(capability, nvcc, found, needed):
+    refused = refusal("deepgemm", machine(capability, nvcc))
+    assert type(refused) is errors.BackendUnavailable
+    assert isinstance(refused, ImportError)
+    assert found in refused.found
+    assert needed in refused.needed
+
+
+@pytest.mark.parametrize("nvcc", ["12.9", "12.10", "13.0", (13, 0)])  # B50, B51
+def test_toolkits_new_enough_for_blackwell(nvcc):
+    assert ask(specs_of("deepgemm"), machine((10, 0), nvcc), "deepgemm")["name"] == "deepgemm"
+
+
+def test_a_runtime_without_compiler_is_no_toolkit():
+    runtime = {"root": "/usr/local/cuda", "nvcc": None, "version": (13, 0)}
+    assert "no nvcc in /usr/local/cuda" in refusal("deepgemm", machine(toolkit=runtime)).found
+    assert "no CUDA toolkit" in refusal("deepgemm", machine(toolkit={"root": None})).found
+
+
+@pytest.mark.parametrize(
+    ("capability", "fmt", "scale", "accepted"),
+    [
+        ((9, 0), "fp8_block", torch.float32, True),
+        ((9, 0), "fp8_block", torch.float8_e8m0fnu, True),
+        ((9, 0), "mxfp4", torch.float8_e8m0fnu, False),
+        ((10, 0), "fp8_block", torch.float32, False),
+        ((10, 0), "fp8_block", torch.uint8, True),
+        ((10, 0), "mxfp4", torch.float8_e8m0fnu, True),
+    ],
+)
+def test_deepgemm_scales_by_architecture(capability, fmt, scale, accepted):
+    experts = make_experts(quantization=quantized(fmt, scale))
+    if accepted:
+        assert ask(specs_of("deepgemm"), machine(capability), "deepgemm", experts)["name"] == "deepgemm"
+        return
+    refused = refusal("deepgemm", machine(capability), experts=experts)
+    assert isinstance(refused, ValueError)
+    assert isinstance(refused, NotImplementedError)
+    assert fmt in refused.found
+
+
+def test_static_scales_are_refused_when_selecting():  # B42
+    experts = make_experts(quantization=quantized("fp8_block", torch.float32, "static"))
+    plain = Spec(name="reference", cost={"cuda": CHEAP})
+    with pytest.raises(errors.UnsupportedScheme) as caught:
+        ask([*specs_of("deepgemm"), plain], machine(), "deepgemm", experts)
+    assert "static" in caught.value.found
+    assert "dynamic" in caught.value.needed
+    assert "reference" in caught.value.hint
+
+
+def test_deepgemm_refuses_other_blocks_and_biases_of_quantized_experts():
+    for block in ((64, 64), None):
+        experts = make_experts(quantization=quantized("fp8_block", torch.float32, block=block))
+        assert type(refusal("deepgemm", machine(), experts=experts)) is errors.UnsupportedExperts
+    experts = make_experts(quantization=quantized("fp8_block", torch.float32))
+    for change in ({"has_bias": True}, {"is_transposed": True}):
+        refused = refusal("deepgemm", machine(), experts=experts, **change)
+        assert type(refused) is errors.UnsupportedExperts
+        assert "for fp8_block" in refused.needed
+        assert ask(specs_of("deepgemm"), machine(), "deepgemm", **change)["name"] == "deepgemm"
+
+
+@pytest.mark.parametrize(
+    ("capability", "accepted"), [((8, 0), False), ((8, 6), False), ((8, 9), True), ((9, 0), True)]
+)
+def test_e4m3_needs_sm89(capability, accepted):  # B41
+    experts = make_experts(quantization=quantized("fp8_block", torch.float32))
+    assert ask(specs_of("fused"), machine(capability), "fused")["path"] == "triton"
+    if accepted:
+        assert ask(specs_of("fused"), machine(capability), "fused", experts)["path"] == "triton"
+    else:
+        refused = refusal("fused", machine(capability), experts=experts)
+        assert f"SM{capability[0]}{capability[1]}" in refused.found
+        assert "SM89" in refused.needed
+
+
+def test_an_old_package_stops_only_its_own_backend():  # B61
+    facts = machine(packages={"kernels": "0.17.2", "nvidia-cutlass-dsl": "4.2.1", "apache-tvm-ffi": "0.1.10"})
+    specs = [*specs_of("sonicmoe"), *specs_of("deepgemm")]
+    refused = next(one for one in ask(specs, facts)["decisions"] if one["backend"] == "sonicmoe")
+    assert refused["found"] == "nvidia-cutlass-dsl 4.2.1"
+    assert refused["needed"] == "nvidia-cutlass-dsl 4.6 or newer"
+    assert "pip install" in refused["hint"]
+    assert ask(specs, facts)["name"] == "deepgemm"
+
+
+def test_sonicmoe_runs_exact_gelu_only_by_name():  # B15
+    specs, gelu = specs_of("sonicmoe"), make_experts(activation_name="gelu")
+    with pytest.raises(errors.BackendUnavailable):
+        ask(specs, machine(), "auto", gelu)
+    assert ask(specs, machine(), "sonicmoe", gelu)["path"] == "approximate-gelu"
+    assert ask(specs, machine(), "auto", make_experts(activation_name="gelu_tanh"))["path"] == ""
+
+
+def grouped() -> list[Spec]:
+    """Return rows like those of a backend with torch's grouped GEMM and a loop behind it."""
+    fast = {"cpu": CHEAP, "cuda": CHEAP}
+    slow = {kind: CHEAP.__class__(call_us=50.0, bytes_per_us=1e9, flops_per_us=1e9) for kind in fast}
+    table = [
+        {"torch_min": "2.8", "torch_below": "2.9", "capability_min": (9, 0), "capability_below": (9, 1)},
+        {"torch_min": "2.9", "torch_below": "2.10", "capability_min": (8, 0), "capability_below": (12, 0)},
+        {"torch_min": "2.10", "capability_min": (8, 0)},
+    ]
+    aligned = {"kind": "weights_aligned", "bytes": 16}
+    half = {"kind": "dtype", "any_of": ["bfloat16"]}
+    floats = {"kind": "dtype", "any_of": ["float32", "bfloat16", "float16"]}
+    on_cpu = (
+        floats,
+        aligned,
+        {"kind": "torch", "min": "2.9"},
+        {"kind": "when", "compiling": True, "then": half},
+    )
+    on_cuda = (half, aligned, {"kind": "torch_capability", "rows": table})
+    loop = ({"kind": "when", "device": "cuda", "then": {"kind": "not_capturing"}},)
+    return [
+        Spec(name="grouped", path="torch", devices=("cpu",), requires=on_cpu, cost=fast),
+        Spec(name="grouped", path="torch", devices=("cuda",), requires=on_cuda, cost=fast),
+        Spec(name="grouped", path="loop", requires=loop, cost=slow),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("version", "capability", "path"),
+    [
+        ("2.8.0", (12, 0), "loop"),  # B64
+        ("2.9.1", (12, 0), "loop"),
+        ("2.10.0", (8, 0), "torch"),
+        ("2.10.0", (12, 0), "torch"),
+        ("2.8.0", (9, 0), "torch"),
+        ("2.8.0", (8, 0), "loop"),
+        ("2.8.0", None, "loop"),  # B65
+        ("2.9.0+cpu", None, "torch"),
+    ],
+)
+def test_grouped_path_by_torch_and_capability(version, capability, path):
+    cpu = Facts(device="cpu", torch=version)
+    facts = cpu if capability is None else machine(capability, torch=version)
+    assert ask(grouped(), facts, "grouped")["path"] == path
+
+
+def test_grouped_path_by_dtype_alignment_and_state():
+    cpu = Facts(device="cpu", torch="2.13.0")
+    assert ask(grouped(), cpu, dtype="float32")["path"] == "torch"
+    assert ask(grouped(), cpu, dtype="float32", compiling=True)["path"] == "loop"
+    assert ask(grouped(), cpu, dtype="float64")["path"] == "loop"
+    assert ask(grouped(), cpu, capturing=True, dtype="float64")["path"] == "loop"
+    odd = make_experts(gate_up_proj=torch.empty(8, 254, 256, dtype=torch.bfloat16, device="meta"))
+    assert ask(grouped(), cpu, experts=odd)["path"] == "loop"
+    with pytest.raises(errors.BackendUnavailable, match="captured") as caught:
+        ask(grouped(), machine(), "grouped", dtype="float32", capturing=True)
+    assert "CUDA graph" in caught.value.found

@@ -1,0 +1,165 @@
+"""Every row of the backend table against the float64 oracle: values and every gradient, on poisoned memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+
+import pytest
+import torch
+from cases import FACTORS, Case, build, full_grid, pairwise
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from oracle import TOLERANCE, experts_oracle, relative_error
+from torch import nn
+
+import routed_experts as rx
+from routed_experts import selection
+from routed_experts.moe import Call, execute
+
+PAIRWISE = pairwise()
+NAMES = ("eager", "batched_mm", "grouped_mm")
+
+
+def runnable_rows(experts, device="cpu", **state):
+    """Every row, not only the cheapest of a name, that the selection accepts for these experts."""
+    facts = rx.current_facts(device)
+    rows = []
+    for name in NAMES:
+        for spec, run in rx.backends.__globals__["REGISTRY"].backend(name).rows:
+            row = selection.row_for(spec, run, experts, facts, **state)
+            if row is not None:
+                rows.append(row)
+    return rows
+
+
+def run_all_rows(case, device="cpu", seed=0):
+    """Compare forward and backward of every row with the oracle; return the rows that ran."""
+    x, index, weights, tensors, flags = build(case, seed)
+    inputs = {"x": x, "weights": weights, **tensors}
+    wanted, wanted_grads, cotangent = oracle_of(case, inputs, index, flags)
+    ran = []
+    probe = rx.ExpertWeights(**{name: t.to(device) for name, t in tensors.items()}, **flags)
+    for row in runnable_rows(probe, device, dtype=case.dtype):
+        fresh = {name: moved(t, device).requires_grad_() for name, t in inputs.items()}
+        ids = index.to(device)
+        before = ids.clone()
+        experts = rx.ExpertWeights(**{name: fresh[name] for name in tensors}, **flags)
+        out = execute(row, Call(experts, fresh["x"], ids, fresh["weights"], case.dtype), case.weights_on)
+        assert out.dtype == case.dtype
+        assert out.shape == x.shape
+        assert torch.equal(ids, before)
+        assert relative_error(out.detach().cpu(), wanted) <= TOLERANCE[case.dtype], (row.name, row.path)
+        out.backward(cotangent.to(device, case.dtype))
+        for name, leaf in fresh.items():
+            check_gradient(row, name, leaf, wanted_grads[name], case.dtype)
+        ran.append((row.name, row.path))
+    return ran
+
+
+def moved(tensor, device):
+    """A leaf of the same strides on the device."""
+    return (
+        tensor.detach().to(device, copy=True).as_strided(tensor.shape, tensor.stride())
+        if False
+        else _copy(tensor, device)
+    )
+
+
+def _copy(tensor, device):
+    return torch.empty_like(tensor, device=device).copy_(tensor)
+
+
+def check_gradient(row, name, leaf, wanted, dtype):
+    where = (row.name, row.path, name)
+    assert leaf.grad is not None, where
+    assert leaf.grad.dtype == leaf.dtype, where
+    if name not in ("x", "weights") and leaf.grad.numel():
+        assert leaf.grad.stride() == leaf.stride(), where
+    bound = 2 * max(TOLERANCE[dtype], TOLERANCE[leaf.dtype])
+    assert relative_error(leaf.grad.cpu(), wanted) <= bound, where
+
+
+def oracle_of(case, inputs, index, flags):
+    leaves = {name: t.detach().double().requires_grad_() for name, t in inputs.items()}
+    tensors = {name: leaf for name, leaf in leaves.items() if name not in ("x", "weights")}
+    wanted = experts_oracle(leaves["x"], index, leaves["weights"], tensors, flags, weights_on=case.weights_on)
+    cotangent = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+    grads = [torch.zeros_like(leaf) for leaf in leaves.values()]
+    if wanted.requires_grad:
+        cost = (wanted * cotangent.to(case.dtype)).sum()
+        found = torch.autograd.grad(cost, list(leaves.values()), allow_unused=True)
+        grads = [zero if grad is None else grad for zero, grad in zip(grads, found, strict=True)]
+    return wanted.detach(), dict(zip(leaves, grads, strict=True)), cotangent
+
+
+@pytest.mark.parametrize("case", PAIRWISE, ids=str)
+def test_every_pair_of_factors(case, poisoned):
+    poisoned()
+    ran = run_all_rows(case)
+    assert {name for name, _ in ran} == set(NAMES)
+
+
+def test_pairs_are_covered():
+    seen = {
+        (a, getattr(c, a), b, getattr(c, b)) for c in PAIRWISE for a, b in itertools.combinations(FACTORS, 2)
+    }
+    wanted = {
+        (a, x, b, y) for a, b in itertools.combinations(FACTORS, 2) for x in FACTORS[a] for y in FACTORS[b]
+    }
+    assert wanted <= seen
+
+
+def test_both_grouped_paths_ran():
+    aligned = next(
+        c for c in PAIRWISE if c.sizes == (8, 16) and c.dtype == torch.bfloat16 and c.tokens and c.top_k
+    )
+    assert {("grouped_mm", "torch"), ("grouped_mm", "loop")} <= set(run_all_rows(aligned))
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    case=st.builds(Case, **{name: st.sampled_from(values) for name, values in FACTORS.items()}).filter(
+        lambda case: case.tokens * case.top_k <= 200
+    ),
+    seed=st.integers(0, 2**16),
+)
+def test_samples_of_the_grid(case, seed):
+    run_all_rows(case, seed=seed)
+
+
+@pytest.mark.full_grid
+@pytest.mark.parametrize("part", range(64))
+def test_full_grid(part):
+    """A 64th of the grid each: cases in random order, so that every part meets every factor."""
+    cases = list(full_grid())
+    random.Random(1).shuffle(cases)
+    for case in cases[part::64]:
+        run_all_rows(case)
+
+
+def test_a_broken_backend_fails_the_comparison():
+    """B19: an output scaled by 1.05 is caught on unit-scale inputs, for the value and for every gradient."""
+    case = next(c for c in PAIRWISE if c.tokens >= 17 and c.top_k >= 2 and c.routing == "all here")
+    case = dataclasses.replace(case, dtype=torch.bfloat16, weights_dtype=None)
+    x, index, weights, tensors, flags = build(case)
+    inputs = {"x": x, "weights": weights, **tensors}
+    wanted, wanted_grads, _ = oracle_of(case, inputs, index, flags)
+    assert relative_error(1.05 * wanted, wanted) > TOLERANCE[torch.bfloat16]
+    for grad in wanted_grads.values():
+        assert relative_error(1.05 * grad, grad) > 2 * TOLERANCE[torch.bfloat16]
+    broken = rx.ExpertWeights(**tensors | {"down_proj": tensors["down_proj"] * 1.05}, **flags)
+    out = rx.run_experts(x, index, weights, broken, backend="grouped_mm", weights_on=case.weights_on)
+    if flags.get("post_expert_norm") is None:
+        assert relative_error(out, wanted) > TOLERANCE[torch.bfloat16]
+
+
+def test_norm_runs_before_the_weight_and_for_each_pair():
+    weights = rx.ExpertWeights(
+        gate_up_proj=torch.randn(3, 10, 4),
+        down_proj=torch.randn(3, 4, 5),
+        post_expert_norm=nn.RMSNorm(4, eps=0.0),
+    )
+    out = rx.run_experts(torch.randn(1, 4), torch.tensor([[2]]), torch.tensor([[0.5]]), weights)
+    torch.testing.assert_close(out.square().mean(), torch.tensor(0.25))

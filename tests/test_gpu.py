@@ -1,0 +1,170 @@
+"""The same promises on a CUDA device; skipped, with the reason, where there is none."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from oracle import TOLERANCE, experts_oracle, relative_error
+from test_backends import PAIRWISE, run_all_rows
+
+import routed_experts as rx
+from routed_experts.layout import build_layout
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+RUNNABLE = ("eager", "batched_mm", "grouped_mm", "auto")
+EXPERTS, HIDDEN, INNER = 8, 64, 32
+
+
+def make(dtype=torch.bfloat16, **flags):
+    g = torch.Generator().manual_seed(0)
+    tensors = {
+        "gate_up_proj": torch.randn(EXPERTS, 2 * INNER, HIDDEN, generator=g) * HIDDEN**-0.5,
+        "down_proj": torch.randn(EXPERTS, HIDDEN, INNER, generator=g) * INNER**-0.5,
+    }
+    tensors = {name: t.to(dtype) for name, t in tensors.items()}
+    return rx.ExpertWeights(**{name: t.cuda() for name, t in tensors.items()}, **flags), tensors
+
+
+def inputs(tokens=17, dtype=torch.bfloat16, seed=1):
+    g = torch.Generator().manual_seed(seed)
+    index = torch.randint(-1, EXPERTS + 1, (tokens, 2), generator=g)
+    return torch.randn(tokens, HIDDEN, generator=g).to(dtype), index, torch.rand(tokens, 2, generator=g)
+
+
+@pytest.mark.parametrize("case", PAIRWISE, ids=str)
+def test_every_pair_of_factors(case, poisoned):
+    poisoned()
+    assert run_all_rows(case, "cuda")
+
+
+@pytest.mark.parametrize("alignment", [1, 128])
+@pytest.mark.parametrize("tokens", [0, 1, 17, 4096])
+@pytest.mark.parametrize("experts", [1, 3, 60, 160, 1024])
+def test_layout_is_the_same_bits(tokens, experts, alignment):
+    ids = torch.randint(-1, experts + 2, (tokens, 8))
+    for ours, device in zip(
+        build_layout(ids, experts, alignment=alignment),
+        build_layout(ids.cuda(), experts, alignment=alignment),
+        strict=True,
+    ):
+        assert (ours is None) == (device is None)
+        assert ours is None or torch.equal(ours, device.cpu())
+
+
+@pytest.mark.parametrize("backend", ["batched_mm", "grouped_mm"])
+def test_captured_and_replayed(backend):
+    """B72: capture, then replay with other tokens and other routing."""
+    weights, tensors = make()
+    static = [t.cuda() for t in inputs()]
+    stream = torch.cuda.Stream()
+    with torch.no_grad(), torch.cuda.stream(stream):
+        rx.run_experts(*static, weights, backend=backend)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.graph(graph):
+        out = rx.run_experts(*static, weights, backend=backend)
+    for seed in (2, 3):
+        fresh = inputs(seed=seed)
+        for place, value in zip(static, fresh, strict=True):
+            place.copy_(value)
+        graph.replay()
+        wanted = experts_oracle(*fresh, tensors, {})
+        assert relative_error(out.cpu(), wanted) < TOLERANCE[torch.bfloat16]
+
+
+def test_a_path_that_waits_is_declined_while_capturing():
+    weights = rx.ExpertWeights(
+        gate_up_proj=torch.randn(4, 10, 6).cuda(), down_proj=torch.randn(4, 6, 5).cuda()
+    )
+    with pytest.raises(rx.RoutedExpertsError) as caught:
+        rx.select_backend(weights, num_tokens=4, backend="grouped_mm", capturing=True)
+    assert "captur" in str(caught.value)
+    assert rx.select_backend(weights, num_tokens=4, capturing=True).name == "batched_mm"
+
+
+@pytest.mark.parametrize("backend", ["grouped_mm", "batched_mm"])
+def test_no_host_sync_without_the_loop(backend):
+    weights, _ = make()
+    args = [t.cuda() for t in inputs()]
+    rx.run_experts(*args, weights, backend=backend)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        rx.run_experts(*args, weights, backend=backend)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("backend", RUNNABLE)
+def test_equal_bits_twenty_times(backend):
+    """B33."""
+    weights, _ = make()
+    args = [t.cuda() for t in inputs(512)]
+    first = rx.run_experts(*args, weights, backend=backend)
+    for _ in range(20):
+        assert torch.equal(rx.run_experts(*args, weights, backend=backend), first)
+
+
+@pytest.mark.parametrize("backend", RUNNABLE)
+def test_float32_is_float32(backend):
+    """B18: no TF32 unless torch's own switch allows it."""
+    g = torch.Generator().manual_seed(0)
+    tensors = {
+        "gate_up_proj": torch.randn(2, 512, 512, generator=g) * 512**-0.5,
+        "down_proj": torch.randn(2, 512, 256, generator=g) * 256**-0.5,
+    }
+    weights = rx.ExpertWeights(**{name: t.cuda() for name, t in tensors.items()})
+    x, index, w = (
+        torch.randn(9, 512, generator=g),
+        torch.randint(0, 2, (9, 2), generator=g),
+        torch.rand(9, 2, generator=g),
+    )
+    out = rx.run_experts(x.cuda(), index.cuda(), w.cuda(), weights, backend=backend)
+    assert relative_error(out.cpu(), experts_oracle(x, index, w, tensors, {})) < 1e-5
+
+
+@pytest.mark.parametrize("backend", RUNNABLE)
+def test_autocast_on_the_device(backend):
+    weights, tensors = make(torch.float32)
+    x, index, w = inputs(dtype=torch.float32)
+    with torch.autocast("cuda", torch.bfloat16):
+        out = rx.run_experts(x.cuda(), index.cuda(), w.cuda(), weights, backend=backend)
+    assert out.dtype == torch.float32
+    assert relative_error(out.cpu(), experts_oracle(x, index, w, tensors, {})) < TOLERANCE[torch.bfloat16]
+
+
+def test_weights_elsewhere_are_named():
+    """B69."""
+    weights, _ = make()
+    with pytest.raises(rx.DeviceError, match="gate_up_proj on cuda:0, hidden_states on cpu"):
+        rx.run_experts(*inputs(), weights)
+
+
+@pytest.mark.parametrize("backend", ["auto", "grouped_mm", "batched_mm"])
+def test_compiled_on_the_device(backend):
+    weights, tensors = make()
+    x, index, w = inputs()
+    compiled = torch.compile(lambda *args: rx.run_experts(*args, weights, backend=backend), fullgraph=True)
+    with torch.no_grad():
+        out = compiled(x.cuda(), index.cuda(), w.cuda())
+    assert relative_error(out.cpu(), experts_oracle(x, index, w, tensors, {})) < TOLERANCE[torch.bfloat16]
+
+
+def test_doctor_leaves_cuda_alone():
+    """B56: no context after import, discovery and doctor."""
+    code = (
+        "import torch, routed_experts as rx\n"
+        "from click.testing import CliRunner\n"
+        "from routed_experts.cli import main\n"
+        "result = CliRunner().invoke(main, ['doctor', '--json'])\n"
+        "assert result.exit_code == 0, result.output\n"
+        "assert not torch.cuda.is_initialized()\n"
+        "assert 'cuda' in result.output\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -1,6 +1,6 @@
 //! Layout of (T, K) ids over E experts: `cargo bench -p routed-experts-core --bench layout`.
 
-#![allow(missing_docs)] // criterion_group! writes a public function without any
+#![allow(missing_docs, reason = "criterion_group! writes a public function without any")]
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use routed_experts_core::layout::{Shape, layout_into};

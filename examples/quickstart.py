@@ -150,7 +150,8 @@ def main() -> int:
             (rx.ExpertWeights.from_module(model.model.layers[0].mlp.experts), first),
             (rx.ExpertWeights.from_checkpoint(folder, layer=1, device=options.device), second),
         ]
-        console = Console()
+        # Into a file or a pipe, rich would fold the tables at 80 columns.
+        console = Console(width=None if sys.stdout.isatty() else 140)
         console.print(f"Qwen3-MoE, {options.dtype}, on {options.device}; checkpoint in {folder}")
         good = compare(layers, TOLERANCE[options.dtype], console)
     return 0 if good else 1

@@ -11,43 +11,79 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import routed_experts as rx
+from routed_experts.backends.registry import REGISTRY
+from routed_experts.backends.spec import Spec
 
 README = Path(__file__).resolve().parent.parent / "README.md"
 BEGIN, END = "<!-- backends: written by `make format` -->", "<!-- end of backends -->"
-COLUMNS = ("Backend", "Devices", "Takes", "Gives", "Needs", "In `auto`")
+COLUMNS = ("Backend", "Device", "Takes", "Dtypes", "Experts and call", "Machine", "In `auto`", "Here")
+# Kinds of requirement that speak of the machine; the others speak of the experts and of the call.
+MACHINE = {
+    "any_package",
+    "capability",
+    "capability_major",
+    "nvcc",
+    "package",
+    "python",
+    "toolkit",
+    "toolkit_version",
+    "torch",
+    "torch_capability",
+}
+# Conditions inside conditions would fill the table; `routed-experts select` explains them for a given case.
+ELSEWHERE = {"dtype", "not_in_this_version", "when"}
 
 
-def sentence(requirement: dict[str, Any]) -> str:
-    """Return one requirement of the vocabulary in words: its kind, then its arguments."""
-    arguments = (v for k, v in requirement.items() if k != "kind" and v is not None)
-    words = (", ".join(map(str, v)) if isinstance(v, list | tuple) else str(v) for v in arguments)
-    return " ".join([str(requirement["kind"]).replace("_", " "), *words])
+def words(requirement: dict[str, Any]) -> str:
+    """Return one requirement of the vocabulary in a few words."""
+    match requirement:
+        case {"kind": "capability", "min": (major, minor)}:
+            return f"SM{major}{minor}"
+        case {"kind": "capability_major", "any_of": majors}:
+            return " or ".join(f"SM{major}x" for major in majors)
+        case {
+            "kind": "torch_capability",
+            "rows": [*_, {"torch_min": torch, "capability_min": (major, minor)}],
+        }:
+            return f"SM{major}{minor} with torch {torch}"
+        case {"kind": "toolkit_version", "rows": rows}:
+            return ", ".join(f"CUDA {row['min']} for SM{row['major']}x" for row in rows)
+        case {"kind": "package", "name": name, "min": version}:
+            return f"{name} {version}"
+        case {"kind": "any_package", "any_of": names}:
+            return " or ".join(names)
+        case {"kind": "multiple_of", "n": n, "dims": dims}:
+            return f"{', '.join(dims)} multiples of {n}"
+        case {"kind": "weights_aligned", "bytes": count}:
+            return f"weight rows at multiples of {count} bytes"
+        case {"kind": "scales", "any_of": pairs}:
+            return " or ".join(f"{scale} scales" for _, scale in pairs)
+        case {"kind": kind, **arguments}:
+            values = (v if isinstance(v, str) else ", ".join(map(str, v)) for v in arguments.values())
+            return " ".join([kind.replace("_", " "), *values])
+    raise ValueError(f"{requirement} has no kind")
 
 
-def rows_of(spec: Any) -> list[dict[str, Any]]:
-    """Return the rows of one entry of ``rx.backends()`` as plain data."""
-    rows = spec if isinstance(spec, list | tuple) else [spec]
-    return [row.to_dict() for row in rows]
+def cells(spec: Spec) -> list[str]:
+    """Return the cells of one row, in the order of COLUMNS."""
+    plain = [need for need in spec.requires if need["kind"] not in ELSEWHERE]
+    dtypes = (", ".join(need["any_of"]) for need in spec.requires if need["kind"] == "dtype")
+    return [
+        f"`{spec.name}`" + (f" ({spec.path})" if spec.path else ""),
+        ", ".join(spec.devices),
+        spec.takes,
+        next(dtypes, "all floats"),
+        "; ".join(words(need) for need in plain if need["kind"] not in MACHINE) or "all",
+        "; ".join(words(need) for need in plain if need["kind"] in MACHINE) or "any",
+        "yes" if spec.auto else "no",
+        "not in this version" if {"kind": "not_in_this_version"} in spec.requires else "yes",
+    ]
 
 
 def table() -> str:
-    """Return the markdown table of every registered backend."""
-    lines = [f"| {' | '.join(COLUMNS)} |", f"| {' | '.join('---' for _ in COLUMNS)} |"]
-    for name, spec in rx.backends().items():
-        for row in rows_of(spec):
-            label = f"`{name}`" + (f" ({row['path']})" if row["path"] else "")
-            needs = "; ".join(sentence(requirement) for requirement in row["requires"]) or "nothing"
-            cells = [
-                label,
-                ", ".join(row["devices"]),
-                row["takes"],
-                row["gives"],
-                needs,
-                "yes" if row["auto"] else "no",
-            ]
-            lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+    """Return the markdown table of every row of every registered backend."""
+    rows = [COLUMNS, ["---"] * len(COLUMNS), *(cells(spec) for spec, _ in REGISTRY.table().rows)]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def split_readme() -> tuple[str, str, str]:

@@ -40,7 +40,7 @@ SYSTEM_LIBRARIES = {
     "ld-linux-x86-64.so.2",
 }
 # Feature names in a symbol's path that mark a function as chosen at run time.
-DISPATCHED = re.compile(r"avx|sse3|sse4|amx", re.IGNORECASE)
+DISPATCHED = re.compile(r"avx2|avx512|ssse3|sse4|amx")
 # Past SSE2: whatever is VEX or EVEX encoded (named v..., or on wide registers), and the later extensions by
 # name. tzcnt is left out: it is how a disassembler prints the baseline's `rep bsf`.
 LATER_INSTRUCTION = re.compile(

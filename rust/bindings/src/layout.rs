@@ -35,7 +35,7 @@ macro_rules! with_id_type {
 /// Fills the `out_len` int32 at address `out` with the layout of the `pairs` ids at address `ids`.
 #[pyfunction]
 #[pyo3(signature = (ids, dtype, pairs, num_experts, alignment, threads, out, out_len, /))]
-#[allow(clippy::too_many_arguments)] // one flat call: a wrapper object would cost more than a small sort
+#[allow(clippy::too_many_arguments, reason = "one flat call: an object would cost more than a small sort")]
 fn layout_build(
     py: Python<'_>,
     ids: usize,

@@ -7,7 +7,8 @@ mod layout;
 mod select;
 mod toolkit;
 
-#[pymodule]
+// Classes are frozen and nothing here is kept between calls unguarded, so threads without the GIL are fine.
+#[pymodule(gil_used = false)]
 fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     layout::register(module)?;

@@ -20,7 +20,7 @@ macro_rules! expert_ids {
     ($($id:ty),*) => {$(
         impl ExpertId for $id {
             #[inline]
-            #[allow(clippy::cast_lossless)] // the same cast must read for every width
+            #[allow(clippy::cast_lossless, reason = "the same cast must read for every width")]
             fn bucket(self, experts: u32) -> u32 {
                 // Sign extension makes every negative id larger than any expert count: one compare does both ends.
                 (self as i64 as u64).min(u64::from(experts)) as u32

@@ -1,5 +1,7 @@
 //! Every sentence of the vocabulary, met and not met, on machines that are not here.
 
+#![allow(clippy::unwrap_used, reason = "helpers of tests may panic")]
+
 use routed_experts_core::error::ErrorKind::{self, *};
 use routed_experts_core::facts::{Facts, Problem};
 use routed_experts_core::requirements::Requirement;

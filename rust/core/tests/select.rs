@@ -1,5 +1,7 @@
 //! The choice over made-up tables of backends.
 
+#![allow(clippy::unwrap_used, reason = "helpers of tests may panic")]
+
 use proptest::prelude::*;
 use routed_experts_core::error::ErrorKind;
 use routed_experts_core::facts::{Facts, Problem};

@@ -60,9 +60,7 @@ def test_python_blocks_run_in_order(capsys: pytest.CaptureFixture[str]) -> None:
 def test_table_of_backends_agrees_with_the_specs() -> None:
     command = [sys.executable, ROOT / "scripts" / "backends_table.py", "--check"]
     done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, (
-        f"`make format` writes the table that should stand there:\n{done.stdout}{done.stderr}"
-    )
+    assert done.returncode == 0, f"`make format` writes the table that should stand there:\n{done.stdout}{done.stderr}"
     assert {"eager", "fused", "sonicmoe"} <= set(BUILT_IN) <= set(rx.backends())
     assert set(BUILT_IN) == set(re.findall(r"^\| `(\w+)`", section("Backends"), re.MULTILINE))
 

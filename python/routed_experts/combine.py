@@ -62,9 +62,14 @@ def _all_true(valid: Tensor) -> bool:
     return valid.device.type == "cpu" and not torch.compiler.is_compiling() and bool(valid.all())
 
 
+def wants_grad(*tensors: Tensor | None) -> bool:
+    """Whether autograd has to hear of an operation on these tensors."""
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
 def dispatch(x_TH: Tensor, routes: Routes) -> Tensor:
     """Gather the rows (R, H) of a call; padding rows read 0. Gradients sum over slots in float32."""
-    return _Dispatch.apply(x_TH, *routes)
+    return _Dispatch.apply(x_TH, *routes) if wants_grad(x_TH) else _gather(x_TH, *routes)
 
 
 def combine(rows_RH: Tensor, weights_TK: Tensor, routes: Routes, dtype: torch.dtype) -> Tensor:
@@ -72,13 +77,33 @@ def combine(rows_RH: Tensor, weights_TK: Tensor, routes: Routes, dtype: torch.dt
 
     Pairs without an expert contribute exactly 0, whatever their weight or row holds, and get gradient 0.
     """
-    return _Combine.apply(rows_RH, weights_TK, *routes, dtype)
+    if wants_grad(rows_RH, weights_TK):
+        return _Combine.apply(rows_RH, weights_TK, *routes, dtype)
+    return _weigh(rows_RH, _scale(rows_RH, weights_TK, routes), routes, dtype)
+
+
+def _gather(x: Tensor, valid: Tensor, source: Tensor | None, position: Tensor | None, clean: bool) -> Tensor:
+    rows = _spread(x, None, source, valid.shape[1])
+    return rows if clean else rows.masked_fill(~_row_is_owned(valid, source), 0)
+
+
+def _scale(rows: Tensor, weights: Tensor, routes: Routes) -> Tensor:
+    """The weights in the dtype of the sum, 0 where the pair has no expert (0 times NaN would be NaN)."""
+    scale = weights.to(torch.promote_types(rows.dtype, torch.float32))
+    return scale if routes.clean else scale.masked_fill(~routes.valid_TK, 0)
+
+
+def _weigh(rows: Tensor, scale: Tensor, routes: Routes, dtype: torch.dtype) -> Tensor:
+    valid = None if routes.clean else routes.valid_TK
+    return _sum_slots(rows, routes.position_TK, valid, scale, routes.valid_TK.shape).to(dtype)
 
 
 def _slot(rows: Tensor, position: Tensor | None, valid: Tensor | None, slot: int, shape: Sequence[int]) -> Tensor:
     """Rows of one slot, (T, H); 0 where the pair has no expert."""
-    in_order = position is None
-    taken = rows.view(*shape, -1)[:, slot] if in_order else rows.index_select(0, position[:, slot])
+    if position is not None:
+        taken = rows.index_select(0, position[:, slot])
+    else:  # a view, no gather
+        taken = rows.view(*shape, rows.shape[-1])[:, slot]
     return taken if valid is None else taken.masked_fill(~valid[:, slot, None], 0)
 
 
@@ -122,15 +147,13 @@ class _Dispatch(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(valid, position)
         ctx.clean, ctx.dtype = clean, x.dtype
-        rows = _spread(x, None, source, valid.shape[1])
-        return rows if clean else rows.masked_fill(~_row_is_owned(valid, source), 0)
+        return _gather(x, valid, source, position, clean)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         valid, position = ctx.saved_tensors
-        shape = (valid.shape[0], valid.shape[1])
-        total = _sum_slots(grad.contiguous(), position, None if ctx.clean else valid, None, shape)
+        total = _sum_slots(grad.contiguous(), position, None if ctx.clean else valid, None, valid.shape)
         return total.to(ctx.dtype), None, None, None, None
 
 
@@ -146,20 +169,17 @@ class _Combine(torch.autograd.Function):
         clean: bool,
         dtype: torch.dtype,
     ) -> Tensor:
-        wide = torch.promote_types(rows.dtype, torch.float32)
-        scale = weights.to(wide)
-        if not clean:
-            scale = scale.masked_fill(~valid, 0)
+        routes = Routes(valid, source, position, clean)
+        scale = _scale(rows, weights, routes)
         ctx.save_for_backward(rows, scale, valid, source, position)
         ctx.clean, ctx.weights_dtype = clean, weights.dtype
-        shape = (valid.shape[0], valid.shape[1])
-        return _sum_slots(rows, position, None if clean else valid, scale, shape).to(dtype)
+        return _weigh(rows, scale, routes, dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         rows, scale, valid, source, position = ctx.saved_tensors
-        shape = (valid.shape[0], valid.shape[1])
+        shape = valid.shape
         grad_rows = grad_weights = None
         grad = grad.to(scale.dtype)
         if ctx.needs_input_grad[0]:
@@ -194,5 +214,6 @@ class _ZeroGradient(torch.autograd.Function):
 
 def attach(out: Tensor, *inputs: Tensor | None) -> Tensor:
     """Return ``out`` as a function of ``inputs`` with gradient 0: a call that used none of them stays in the graph."""
-    wanted = [t for t in inputs if t is not None and t.requires_grad]
-    return _ZeroGradient.apply(out, *wanted) if wanted and torch.is_grad_enabled() else out
+    if not wants_grad(*inputs):
+        return out
+    return _ZeroGradient.apply(out, *(t for t in inputs if t is not None and t.requires_grad))

@@ -34,12 +34,11 @@ def run(call: Call, weights_on: str, how: dict[str, Any]) -> Tensor:
     from routed_experts.moe import execute
 
     if _is_one_operator(call.experts, how):
-        tensors = [getattr(call.experts, name) for name in TENSOR_NAMES]
         return torch.ops.routed_experts.run(
             call.x_TH,
             call.index_TK,
             call.weights_TK,
-            tensors,
+            call.experts.tensors(),
             _declared(call.experts),
             call.dtype,
             weights_on,

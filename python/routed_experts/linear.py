@@ -12,10 +12,7 @@ import torch
 from torch import Tensor
 
 from routed_experts import products
-
-
-def _wants_grad(*tensors: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+from routed_experts.combine import wants_grad
 
 
 def grouped_linear(
@@ -24,7 +21,7 @@ def grouped_linear(
     """Rows sorted by expert times their experts' matrices: (S, D) -> (S, N), 0 past the last offset."""
     if torch.compiler.is_compiling():
         return torch.ops.routed_experts.grouped_linear(x, weight, bias, offsets, transposed, kernel)
-    if _wants_grad(x, weight, bias):
+    if wants_grad(x, weight, bias):
         return products.GroupedLinear.apply(x, weight, bias, offsets, transposed, kernel)
     return products.grouped_forward(x, weight, bias, offsets, transposed, kernel)
 
@@ -33,7 +30,7 @@ def batched_linear(x: Tensor, weight: Tensor, bias: Tensor | None, expert: Tenso
     """Rows in any order times copies of their experts' matrices: (S, D) -> (S, N), 0 where expert is -1."""
     if torch.compiler.is_compiling():
         return torch.ops.routed_experts.batched_linear(x, weight, bias, expert, transposed)
-    if _wants_grad(x, weight, bias):
+    if wants_grad(x, weight, bias):
         return products.BatchedLinear.apply(x, weight, bias, expert, transposed)
     return products.batched_forward(x, weight, bias, expert, transposed)
 

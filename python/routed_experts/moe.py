@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from routed_experts import compiled, selection
 from routed_experts.checks import check_call, check_ids, compute_dtype, is_checked
-from routed_experts.combine import attach, combine, dispatch, padded_routes, pair_routes, sorted_routes
+from routed_experts.combine import attach, combine, dispatch, padded_routes, pair_routes, sorted_routes, wants_grad
 from routed_experts.errors import LayoutError
 from routed_experts.layout import build_layout
 from routed_experts.module_weights import resolve
 from routed_experts.selection import Selection
-from routed_experts.weights import TENSOR_NAMES, ExpertWeights
+from routed_experts.weights import ExpertWeights
 
 
 class Call(NamedTuple):
@@ -77,7 +77,7 @@ def run_experts(
     call = Call(bound, hidden_states.to(dtype), top_k_index, top_k_weights, hidden_states.dtype)
     how = {
         "backend": backend or "auto",
-        "training": wants_grad(bound, hidden_states, top_k_weights),
+        "training": wants_grad(hidden_states, top_k_weights, *bound.tensors()),
         "expert_parallel": expert_parallel,
         "process_group": process_group is not None,
     }
@@ -100,19 +100,11 @@ def execute(row: Selection, call: Call, weights_on: str) -> Tensor:
     return run_on_input(row, call) if weights_on == "input" else run_row(row, call)
 
 
-def wants_grad(experts: ExpertWeights, *inputs: Tensor) -> bool:
-    """Whether a backward through this call is possible: grad mode is on and something requires it."""
-    return torch.is_grad_enabled() and any(
-        t is not None and t.requires_grad for t in (*inputs, *(getattr(experts, name) for name in TENSOR_NAMES))
-    )
-
-
 def run_row(row: Selection, call: Call) -> Tensor:
     """Hand the call to one row of the backend table, in the form its spec takes."""
     if call.index_TK.numel() == 0:
-        parameters = (getattr(call.experts, name) for name in TENSOR_NAMES)
         zeros = call.x_TH.new_zeros(call.x_TH.shape, dtype=call.dtype)
-        return attach(zeros, call.x_TH, call.weights_TK, *parameters)
+        return attach(zeros, call.x_TH, call.weights_TK, *call.experts.tensors())
     return _FLOWS[row.spec.takes](row, call)
 
 

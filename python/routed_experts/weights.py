@@ -213,6 +213,10 @@ class ExpertWeights:
         """Bias of the first projection, (E, N), or None."""
         return self.gate_up_proj_bias if self.has_gate else self.up_proj_bias
 
+    def tensors(self) -> list[Tensor | None]:
+        """The tensors in the order of TENSOR_NAMES."""
+        return [getattr(self, name) for name in TENSOR_NAMES]
+
     def bind(self) -> ExpertWeights:
         """Return these weights with every live attribute of the module read once, for one call."""
         if self._module is None:

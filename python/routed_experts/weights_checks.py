@@ -133,11 +133,8 @@ def check_tensors(
 
 
 def _check_dtypes(tensors: dict[str, Tensor | None]) -> None:
-    down = tensors["down_proj"]
-    assert down is not None
-    for name, tensor in tensors.items():
-        if tensor is None:
-            continue
+    given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    for name, tensor in given.items():
         if tensor.dtype not in _FLOATS:
             raise UnsupportedScheme(
                 f"{name} is not a floating-point weight this version runs",
@@ -145,6 +142,8 @@ def _check_dtypes(tensors: dict[str, Tensor | None]) -> None:
                 needed="float64, float32, bfloat16 or float16",
                 hint="quantized experts are not in this version: dequantize to bfloat16 first",
             )
+    down = given["down_proj"]
+    for name, tensor in given.items():
         if tensor.dtype != down.dtype:
             raise DtypeError(
                 "the weights have different dtypes",

@@ -5,6 +5,8 @@ Independent of the package's own layouts and products on purpose: every other ba
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -22,25 +24,20 @@ def run(experts: ExpertWeights, x_SH: Tensor, expert_S: Tensor) -> Tensor:
     if not (hit >= 0).any():
         return attach(torch.zeros_like(x_SH), x_SH, *parameters)
     # unbind is one autograd node for all experts; indexing would make a full-size gradient for each.
-    up, up_bias, down, down_bias = (None if p is None else p.unbind() for p in parameters)
+    matrices = [None if p is None else p.unbind() for p in parameters]
     pieces = []
     for e, x in zip(hit.tolist(), x_SH[order].split(counts.tolist()), strict=True):
         if e < 0:
             pieces.append(torch.zeros_like(x))
             continue
-        pieces.append(
-            expert_mlp(
-                experts,
-                x,
-                lambda rows, e=e: _linear(experts, rows, up[e], up_bias and up_bias[e]),
-                lambda rows, e=e: _linear(experts, rows, down[e], down_bias and down_bias[e]),
-            )
-        )
+        up, up_bias, down, down_bias = (None if m is None else m[e] for m in matrices)
+        linear = partial(_linear, experts.is_transposed)
+        pieces.append(expert_mlp(experts, x, partial(linear, up, up_bias), partial(linear, down, down_bias)))
     return torch.cat(pieces)[torch.argsort(order)]
 
 
-def _linear(experts: ExpertWeights, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    matrix = weight if experts.is_transposed else weight.mT
+def _linear(is_transposed: bool, weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
+    matrix = weight if is_transposed else weight.mT
     out = x @ matrix.to(x.dtype)
     return out if bias is None else out + bias.to(x.dtype)
 

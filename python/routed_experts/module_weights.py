@@ -15,9 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from routed_experts.errors import LayoutError, UnsupportedScheme
+from routed_experts.gates import ACTIVATIONS, activation_name
 from routed_experts.weights import SCALE_NAMES, TENSOR_NAMES, ExpertWeights
 
-_cache: weakref.WeakKeyDictionary[nn.Module, tuple[Any, ExpertWeights]] = weakref.WeakKeyDictionary()
+# Checked layouts by module. They hold no tensor and no function of the module's, or none could ever be freed.
+_layouts: weakref.WeakKeyDictionary[nn.Module, tuple[Any, ExpertWeights]] = weakref.WeakKeyDictionary()
 
 
 def follows_protocol(module: nn.Module) -> bool:
@@ -30,32 +32,57 @@ def follows_protocol(module: nn.Module) -> bool:
 
 
 def resolve(experts: ExpertWeights | nn.Module) -> ExpertWeights:
-    """Return weights bound for one call: every live attribute is read once, checks are done once a layout."""
+    """Return weights bound for one call: every live attribute is read once, checks are done once a layout.
+
+    Raises:
+        LayoutError: no experts module, or parameters that do not fit the flags that it declares.
+        UnsupportedScheme: quantized parameters.
+    """
     if isinstance(experts, ExpertWeights):
         return experts.bind()
     if not isinstance(experts, nn.Module):
         raise LayoutError(
-            "experts cannot be run", found=type(experts).__name__, needed="ExpertWeights or an experts module"
+            "experts cannot be run",
+            found=type(experts).__name__,
+            needed="ExpertWeights or an experts module",
+            hint="ExpertWeights(gate_up_proj=..., down_proj=...) takes stacked tensors",
         )
     tensors = {name: getattr(experts, name, None) for name in TENSOR_NAMES}
     if torch.compiler.is_compiling():
-        return read_module(experts, tensors).with_tensors(tensors)
-    return known_module(experts, tensors).with_tensors(tensors)
+        return _read(experts, tensors)
+    known = _layouts.get(experts)
+    if known is None:
+        known = _remember(experts, tensors)
+    functions = _functions(experts, tensors)
+    if known[0] != _signature(experts, tensors, functions):
+        known = _remember(experts, tensors)
+    return known[1].with_tensors(tensors, **functions)
 
 
-def known_module(module: nn.Module, tensors: dict[str, Any] | None = None) -> ExpertWeights:
-    """Return the module's live weights, checked once for each state of its layout."""
-    if tensors is None:
-        tensors = {name: getattr(module, name, None) for name in TENSOR_NAMES}
-    signature = _signature(module, tensors)
-    known = _cache.get(module)
-    if known is None or known[0] != signature:
-        known = (signature, read_module(module, tensors))
-        _cache[module] = known
-    return known[1]
+def _remember(module: nn.Module, tensors: dict[str, Any]) -> tuple[Any, ExpertWeights]:
+    weights = _read(module, tensors)
+    functions = _functions(module, tensors)
+    layout = weights.with_tensors({}, **dict.fromkeys(functions))
+    _layouts[module] = known = (_signature(module, tensors, functions), layout)
+    return known
 
 
-def _signature(module: nn.Module, tensors: dict[str, Any]) -> tuple[Any, ...]:
+def _functions(module: nn.Module, tensors: dict[str, Any]) -> dict[str, Any]:
+    """The attributes of ExpertWeights that are the module's own code."""
+    gate = _own_gate(module) if tensors["gate_up_proj"] is not None else None
+    activation = "silu" if gate is not None else _activation(module)
+    name = activation_name(activation)
+    act_fn = activation if name is None else ACTIVATIONS[name]
+    return {
+        "gate": gate,
+        "activation": activation,
+        "activation_name": name,
+        "act_fn": act_fn,
+        "post_expert_norm": _norm(module),
+    }
+
+
+def _signature(module: nn.Module, tensors: dict[str, Any], functions: dict[str, Any]) -> tuple[Any, ...]:
     """Everything the checks and the selection depend on; sharding and quantizing replace parameters in place."""
     shapes = tuple(
         None if t is None else (t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % 16 if not t.is_meta else 0)
@@ -64,33 +91,27 @@ def _signature(module: nn.Module, tensors: dict[str, Any]) -> tuple[Any, ...]:
     flags = tuple(
         getattr(module, name, None) for name in ("num_experts", "has_gate", "is_transposed", "is_concatenated")
     )
-    functions = tuple(id(getattr(module, name, None)) for name in ("act_fn", "post_expert_norm"))
-    return shapes, flags, functions
+    kinds = (functions["activation_name"], functions["gate"] is None, functions["post_expert_norm"] is None)
+    return shapes, flags, kinds
 
 
-def read_module(module: nn.Module, tensors: dict[str, Any]) -> ExpertWeights:
-    """Read a module's declared layout into live ExpertWeights; ``tensors`` are its parameters as they are now.
-
-    Raises LayoutError when the module does not follow the protocol or its parameters do not fit its flags, and
-    UnsupportedScheme when they are quantized.
-    """
+def _read(module: nn.Module, tensors: dict[str, Any]) -> ExpertWeights:
+    """Check a module's declared layout; ``tensors`` are its parameters as they are now."""
     _refuse_quantized(module)
     if not follows_protocol(module):
         raise _not_experts(module)
-    gated = tensors["gate_up_proj"] is not None
-    gate = _own_gate(module) if gated else None
+    functions = _functions(module, tensors)
     weights = object.__new__(ExpertWeights)
     weights._set(
         tensors,
-        module=module,
-        activation="silu" if gate is not None else _activation(module),
-        gate=gate,
+        activation=functions["activation"],
+        gate=functions["gate"],
         swiglu_limit=None,
         swiglu_alpha=None,
         has_gate=getattr(module, "has_gate", None),
         is_transposed=bool(getattr(module, "is_transposed", False)),
         is_concatenated=bool(getattr(module, "is_concatenated", True)),
-        post_expert_norm=_norm(module),
+        post_expert_norm=functions["post_expert_norm"],
         num_experts=int(module.num_experts),  # type: ignore[arg-type]
     )
     return weights
@@ -111,6 +132,7 @@ def _activation(module: nn.Module) -> Callable[[Tensor], Tensor]:
             f"{type(module).__name__} names no activation",
             found="neither a gate of its own (_apply_gate) nor act_fn",
             needed="module.act_fn",
+            hint="set act_fn in the module, or give it a method _apply_gate((rows, 2I)) -> (rows, I)",
         )
     return act
 
@@ -124,6 +146,7 @@ def _norm(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
             f"{type(module).__name__} declares a norm it does not have",
             found=f"has_post_expert_norm=True, post_expert_norm={norm!r}",
             needed="a callable module.post_expert_norm",
+            hint="set post_expert_norm, or has_post_expert_norm=False",
         )
     return norm
 

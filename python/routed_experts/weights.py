@@ -43,13 +43,8 @@ SCALE_NAMES = (
 )
 
 
-def _live(name: str) -> property:
-    def read(self: ExpertWeights) -> Tensor | None:
-        if self._module is None:
-            return self._tensors[name]
-        return getattr(self._module, name, None)
-
-    return property(read, doc=f"The tensor ``{name}``, or None; read from the module when made by from_module.")
+def _tensor(name: str) -> property:
+    return property(lambda self: self._tensors[name], doc=f"The tensor ``{name}``, or None.")
 
 
 class ExpertWeights:
@@ -119,12 +114,12 @@ class ExpertWeights:
             num_experts=num_experts,
         )
 
-    gate_up_proj = _live("gate_up_proj")
-    up_proj = _live("up_proj")
-    down_proj = _live("down_proj")
-    gate_up_proj_bias = _live("gate_up_proj_bias")
-    up_proj_bias = _live("up_proj_bias")
-    down_proj_bias = _live("down_proj_bias")
+    gate_up_proj = _tensor("gate_up_proj")
+    up_proj = _tensor("up_proj")
+    down_proj = _tensor("down_proj")
+    gate_up_proj_bias = _tensor("gate_up_proj_bias")
+    up_proj_bias = _tensor("up_proj_bias")
+    down_proj_bias = _tensor("down_proj_bias")
 
     activation: str | Callable[[Tensor], Tensor]
     gate: Callable[[Tensor], Tensor] | None
@@ -142,15 +137,15 @@ class ExpertWeights:
     quantization: None
     activation_name: str | None  # canonical name, None for a callable we do not know
     act_fn: Callable[[Tensor], Tensor]
+    shard: tuple[int, int] | None = None  # (rank, world) of a rank's share
     _tensors: dict[str, Tensor | None]
-    _module: nn.Module | None
+    _module: nn.Module | None  # set by from_module: everything is then read from there
     _choices: dict[Any, Any]
 
     def _set(
         self,
         tensors: dict[str, Tensor | None],
         *,
-        module: nn.Module | None = None,
         activation: str | Callable[[Tensor], Tensor],
         num_experts: int | None,
         has_gate: bool | None,
@@ -173,10 +168,16 @@ class ExpertWeights:
             dtype=down.dtype,
             device=down.device,
             quantization=None,
-            _tensors=tensors if module is None else {},
-            _module=module,
+            _tensors=tensors,
+            _module=None,
             _choices={},
         )
+
+    def __getattr__(self, name: str) -> Any:
+        # Only weights of from_module lack attributes: theirs are those that the module has now.
+        if self.__dict__.get("_module") is None or name.startswith("__"):
+            raise AttributeError(f"ExpertWeights has no attribute {name!r}")
+        return getattr(self.bind(), name)
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"ExpertWeights is frozen: cannot set {name!r}; make a new one")
@@ -218,29 +219,40 @@ class ExpertWeights:
         return [getattr(self, name) for name in TENSOR_NAMES]
 
     def bind(self) -> ExpertWeights:
-        """Return these weights with every live attribute of the module read once, for one call."""
+        """Return these weights with every attribute of a live module read once, for one call."""
         if self._module is None:
             return self
-        return self.with_tensors({name: getattr(self._module, name, None) for name in TENSOR_NAMES})
+        from routed_experts.module_weights import resolve
 
-    def with_tensors(self, tensors: dict[str, Tensor | None]) -> ExpertWeights:
-        """Return the same declared layout over other tensors of the same shapes, strides and dtypes, unchecked."""
+        return resolve(self._module)
+
+    def with_tensors(self, tensors: dict[str, Tensor | None], **functions: Any) -> ExpertWeights:
+        """Return the same declared layout over other tensors of the same shapes, strides and dtypes, unchecked.
+
+        ``functions`` are attributes that stand for the same computation in another object.
+        """
         bound = object.__new__(ExpertWeights)
-        bound.__dict__.update(self.__dict__, _tensors=tensors, _module=None)
+        bound.__dict__.update(self.__dict__, _tensors=tensors, **functions)
         return bound
 
     @classmethod
     def from_module(cls, module: nn.Module) -> ExpertWeights:
         """Read the experts of a module that follows the experts protocol, live: later changes are seen.
 
+        Tensors, dtype, device, flags and functions are always those that the module has at that moment; each
+        call checks what has changed.
+
         Raises:
             LayoutError: no ``num_experts``, ``down_proj`` and ``gate_up_proj`` or ``up_proj``, or parameters that
                 do not fit the flags that the module declares.
             UnsupportedScheme: quantized parameters.
         """
-        from routed_experts.module_weights import known_module
+        from routed_experts.module_weights import resolve
 
-        return known_module(module)
+        resolve(module)
+        weights = object.__new__(cls)
+        weights.__dict__["_module"] = module
+        return weights
 
     @classmethod
     def from_checkpoint(

@@ -174,3 +174,26 @@ def test_named_refusal_reaches_the_user():
     )
     with pytest.raises(Exception, match="grouped_mm"):
         compiled(*inputs())
+
+
+@pytest.mark.parametrize("flags", [{}, {"swiglu_limit": 1.5, "swiglu_alpha": 1.702}], ids=["silu", "clamped"])
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("backend", ["auto", "grouped_mm", "batched_mm"])
+def test_every_size_may_be_a_symbol(backend, grad, flags):
+    """With dynamic=True the sizes of weights and the constants of a gate are symbols too."""
+    weights, tensors = make(grad=grad, **flags)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(
+        lambda x, index, w: rx.run_experts(x, index, w, weights, backend=backend),
+        backend=counter,
+        fullgraph=True,
+        dynamic=True,
+    )
+    for tokens in (5, 7, 11, 13):
+        x, index, w = inputs(tokens)
+        out = compiled(x, index, w)
+        assert relative_error(out.detach(), experts_oracle(x, index, w, tensors, flags).detach()) < 1e-5
+        if grad:
+            out.sum().backward()
+            assert all(t.grad.isfinite().all() for t in tensors.values())
+    assert counter.frame_count <= 2

@@ -8,6 +8,7 @@ opaque operators of their own. So is ``auto`` with gradients, or with a gate or 
 
 from __future__ import annotations
 
+import operator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -55,7 +56,7 @@ def _is_one_operator(experts: ExpertWeights, how: dict[str, Any]) -> bool:
 
 def _traced_choice(call: Call, how: dict[str, Any]) -> Selection:
     asked = (
-        call.index_TK.shape[1],
+        operator.index(call.index_TK.shape[1]),
         call.x_TH.dtype,
         how["backend"],
         how["training"],
@@ -64,8 +65,16 @@ def _traced_choice(call: Call, how: dict[str, Any]) -> Selection:
         how["expert_parallel"],
         how["process_group"],
     )
-    fields, device = problem_fields(call.experts), call.experts.device.type
+    fields = {name: _constant(value) for name, value in problem_fields(call.experts).items()}
+    device = call.experts.device.type
     return _pinned[_pin(f"{fields} {device} {asked}", fields, device, asked)]
+
+
+def _constant(value: Any) -> Any:
+    """The value that a symbolic number has while tracing: with ``dynamic=True`` sizes and limits are symbols too."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return operator.index(value)
+    return float.fromhex(value.hex()) if isinstance(value, float) else value
 
 
 @torch.compiler.assume_constant_result
@@ -81,7 +90,7 @@ def _pin(key: str, fields: dict[str, Any], device: str, asked: selection.Asked) 
 def _declared(experts: ExpertWeights) -> str:
     """The declared layout as text: operators take no objects, and text is the same in every process."""
     return (
-        f"{experts.activation_name};{experts.swiglu_limit};{experts.swiglu_alpha};"
+        f"{experts.activation_name};{_constant(experts.swiglu_limit)};{_constant(experts.swiglu_alpha)};"
         f"{experts.is_transposed};{experts.is_concatenated}"
     )
 

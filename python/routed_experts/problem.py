@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from typing import Any
 
 import torch
@@ -17,8 +18,8 @@ def bucket(num_tokens: int) -> int:
 
     Choices are made for the bucket and not for the first count seen in it, so they do not depend on history.
     """
-    if num_tokens <= 16:
-        return num_tokens
+    if not isinstance(num_tokens, int) or num_tokens <= 16:
+        return num_tokens  # what is no count is refused later, with a reason
     shift = (num_tokens - 1).bit_length() - 3
     return (((num_tokens - 1) >> shift) + 1) << shift
 
@@ -71,10 +72,11 @@ def _alignment(weight: torch.Tensor) -> int:
     Rows follow the last two strides, one of which must be 1; activations and gradients have both widths as
     rows; and the first element counts too (torch's CPU kernel to 2.10).
     """
-    *_, rows, columns = weight.stride()
+    # Under torch.compile sizes may be symbols, which gcd does not take.
+    rows, columns, height, width = map(operator.index, (*weight.stride()[-2:], *weight.shape[-2:]))
     if 1 not in (rows, columns):
         return 1
-    lengths = (rows if columns == 1 else columns, *weight.shape[-2:])
+    lengths = (rows if columns == 1 else columns, height, width)
     return math.gcd(*(length * weight.element_size() for length in lengths), _address(weight), _MOST_ALIGNED)
 
 

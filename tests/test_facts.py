@@ -15,7 +15,7 @@ from routed_experts import errors, facts
 from routed_experts.facts import Facts, batched_budget, current_facts, environment, list_devices
 
 TOOLKIT = {"root": "/opt/cuda", "nvcc": None, "version": (12, 9), "helpers": {}, "candidates": []}
-TWO_GPUS = "GPU-aa1, NVIDIA H200, 9.0, 143771\nGPU-bb2, NVIDIA L4, 8.9, 23034\n"
+TWO_GPUS = "0, GPU-aa1, 9.0, 143771, 580.95, NVIDIA H200\n1, GPU-bb2, 8.9, 23034, 580.95, NVIDIA L4\n"
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +38,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
             raise state.reply
         return SimpleNamespace(stdout=state.reply)
 
-    monkeypatch.setattr(facts.subprocess, "run", run)
+    monkeypatch.setattr(subprocess, "run", run)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -116,7 +116,7 @@ def test_visible_devices_are_those_torch_would_see(driver, monkeypatch, variable
         subprocess.TimeoutExpired("nvidia-smi", 2),
         subprocess.CalledProcessError(9, "nvidia-smi"),
         "No devices were found\n",
-        "GPU-aa1, NVIDIA H200, [N/A], 143771\n",
+        "0, GPU-aa1, [N/A], 143771, 580.95, NVIDIA H200\n",
     ],
 )
 def test_a_driver_that_does_not_answer_means_a_cpu(driver, reply):

@@ -9,13 +9,13 @@ import dataclasses
 import functools
 import os
 import platform
-import subprocess
 from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any, NamedTuple
 
 import torch
 
+from routed_experts.driver import forget_gpus, visible_gpus
 from routed_experts.errors import DeviceError, LayoutError
 
 PACKAGES = (
@@ -28,9 +28,9 @@ PACKAGES = (
     "sonicmoe",
 )
 DEFAULT_BYTES = 1 << 30
+_MOST_BYTES = (1 << 63) - 1
 BATCHED_BYTES = "ROUTED_EXPERTS_BATCHED_BYTES"
 _MACHINE_VARIABLES = ("CUDA_HOME", "CUDA_PATH", "PATH", "DG_JIT_NVCC_COMPILER", "CUDA_VISIBLE_DEVICES")
-_SMI_SECONDS = 2.0
 
 # Every call of a layer reads these. The dict inside os.environ answers ten times faster than os.environ does,
 # which decodes each value; where an interpreter has no such dict, the slow way is the same.
@@ -114,14 +114,14 @@ def batched_budget() -> int:
             needed="a whole number of bytes",
             hint=f"export {BATCHED_BYTES}={DEFAULT_BYTES}, or unset it",
         )
-    return int(text)
+    return min(int(text), _MOST_BYTES)
 
 
 def current_facts(device: str | torch.device | None = None) -> Facts:
     """Return the facts of this machine for ``device``, by default the first CUDA device, else the CPU.
 
     Raises:
-        DeviceError: a CUDA device that this process does not have.
+        DeviceError: no device of torch, or a CUDA device that this process does not have.
     """
     return _gathered(_settled(device), environment("cuda"), True)
 
@@ -135,8 +135,21 @@ def facts_for(device: torch.device) -> Facts:
 def _settled(device: str | torch.device | None) -> torch.device:
     if device is None:
         device = "cuda" if list_devices() else "cpu"
-    device = torch.device(device)
+    device = parse_device(device)
     return torch.device("cpu") if device.type == "meta" else device
+
+
+def parse_device(device: str | torch.device) -> torch.device:
+    """Return the torch device of that name; raise DeviceError if there is none."""
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise DeviceError(
+            "no such device",
+            found=repr(device),
+            needed="a torch device",
+            hint='"cpu", "cuda" or "cuda:1"',
+        ) from error
 
 
 @functools.lru_cache(maxsize=32)
@@ -149,7 +162,7 @@ def _gathered(device: torch.device, _environment: tuple[Any, ...], whole: bool) 
         device_count=len(list_devices()) if whole else 0,
         torch=str(torch.__version__),
         python=platform.python_version(),
-        packages={name: _version(name) for name in PACKAGES},
+        packages={name: package_version(name) for name in PACKAGES},
         toolkit=_toolkit() if whole else None,
     )
 
@@ -157,10 +170,11 @@ def _gathered(device: torch.device, _environment: tuple[Any, ...], whole: bool) 
 def forget_facts() -> None:
     """Ask the machine anew next time: a package was installed, a device went."""
     _gathered.cache_clear()
-    _ask_driver.cache_clear()
+    forget_gpus()
 
 
-def _version(name: str) -> str | None:
+def package_version(name: str) -> str | None:
+    """Return the installed version of a distribution; None if it is not installed."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -196,41 +210,4 @@ def list_devices() -> list[Device]:
     if torch.cuda.is_initialized():
         found = (torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count()))
         return [Device(one.name, (one.major, one.minor), one.total_memory) for one in found]
-    return list(_ask_driver(environment("cuda")))
-
-
-@functools.lru_cache(maxsize=8)
-def _ask_driver(_environment: tuple[Any, ...]) -> tuple[Device, ...]:
-    query = ["nvidia-smi", "--query-gpu=uuid,name,compute_cap,memory.total", "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=_SMI_SECONDS, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return ()
-    rows = [line.split(", ") for line in done.stdout.splitlines()]
-    devices = {row[0]: parsed for row in rows if (parsed := _device(row))}
-    return tuple(_visible(devices, os.environ.get("CUDA_VISIBLE_DEVICES")))
-
-
-def _device(row: list[str]) -> Device | None:
-    try:
-        _, name, capability, memory = row
-        major, minor = capability.split(".")
-        return Device(name, (int(major), int(minor)), int(memory) << 20)
-    except ValueError:
-        return None
-
-
-def _visible(devices: dict[str, Device], variable: str | None) -> list[Device]:
-    """Apply ``CUDA_VISIBLE_DEVICES``, which the driver's tool ignores; it ends at its first bad entry."""
-    if variable is None:
-        return list(devices.values())
-    seen = []
-    for entry in variable.split(","):
-        entry = entry.strip()
-        matches = [device for uuid, device in devices.items() if entry and uuid.startswith(entry)]
-        if entry.isdecimal() and int(entry) < len(devices):
-            matches = [list(devices.values())[int(entry)]]
-        if len(matches) != 1:
-            break
-        seen.append(matches[0])
-    return seen
+    return [Device(gpu.name, gpu.capability, gpu.memory_bytes or 0) for gpu in visible_gpus() if gpu.capability]

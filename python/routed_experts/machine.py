@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
-import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import torch
 
-PACKAGES = (
-    "triton",
-    "kernels",
-    "transformers",
-    "nvidia-cutlass-dsl",
-    "apache-tvm-ffi",
-    "deep_gemm",
-    "sonicmoe",
-    "quack-kernels",
-    "matplotlib",
-)
+from routed_experts.driver import visible_gpus
+from routed_experts.facts import PACKAGES, package_version
 
-_GPU_FIELDS = ("index", "compute_cap", "memory.total", "driver_version", "name")
-_GPU_TIMEOUT_S = 5
+# What doctor lists beside the packages that decide which backend runs.
+_BESIDE = ("quack-kernels", "matplotlib")
 
 
 def describe_machine() -> dict[str, Any]:
@@ -53,71 +41,25 @@ def describe_torch() -> dict[str, Any]:
 def describe_devices() -> list[dict[str, Any]]:
     """Return the CPU and the GPUs this process would see, in the driver's words.
 
-    GPUs come from ``nvidia-smi``, because asking torch or the runtime would initialise CUDA in this process.
+    GPUs are the driver's, because asking torch or the runtime would initialise CUDA in this process.
     """
-    gpus = [_gpu(line) for line in _query_gpus().splitlines() if line.count(",") >= len(_GPU_FIELDS) - 1]
-    return [{"kind": "cpu", "name": _cpu_model()}, *visible(gpus, os.environ.get("CUDA_VISIBLE_DEVICES"))]
+    gpus = [
+        {
+            "kind": "cuda",
+            "index": gpu.index,
+            "name": gpu.name,
+            "capability": gpu.capability,
+            "memory_bytes": gpu.memory_bytes,
+            "driver": gpu.driver,
+        }
+        for gpu in visible_gpus()
+    ]
+    return [{"kind": "cpu", "name": _cpu_model()}, *gpus]
 
 
 def describe_packages() -> dict[str, str | None]:
     """Return the installed version of each optional package; None if absent."""
-    return {name: _version(name) for name in PACKAGES}
-
-
-def visible(gpus: list[dict[str, Any]], value: str | None) -> list[dict[str, Any]]:
-    """Return the GPUs that ``CUDA_VISIBLE_DEVICES=value`` leaves, in its order.
-
-    Only plain indices are understood; with names (GPU-..., MIG-...) all are returned. As in CUDA, the list
-    ends at the first index that does not exist.
-    """
-    if value is None:
-        return gpus
-    try:
-        indices = [int(part) for part in value.split(",")] if value.strip() else []
-    except ValueError:
-        return gpus
-    by_index = {gpu["index"]: gpu for gpu in gpus}
-    chosen = []
-    for index in indices:
-        if index not in by_index:
-            break
-        chosen.append(by_index[index])
-    return chosen
-
-
-def _query_gpus() -> str:
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return ""
-    command = [program, f"--query-gpu={','.join(_GPU_FIELDS)}", "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_GPU_TIMEOUT_S, check=False)
-    except (OSError, subprocess.TimeoutExpired, UnicodeDecodeError):
-        return ""
-    # Without a driver it explains itself on stdout.
-    return done.stdout if done.returncode == 0 else ""
-
-
-def _gpu(line: str) -> dict[str, Any]:
-    # The name comes last because it may hold commas.
-    index, capability, memory, driver, name = (part.strip() for part in line.split(",", len(_GPU_FIELDS) - 1))
-    numbers = capability.split(".")
-    known = len(numbers) == 2 and all(number.isdigit() for number in numbers)
-    return {
-        "kind": "cuda",
-        "index": int(index),
-        "name": name,
-        "capability": tuple(int(number) for number in numbers) if known else None,
-        "memory_bytes": int(memory) * 2**20 if memory.isdigit() else None,
-        "driver": driver,
-    }
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    return {name: package_version(name) for name in (*PACKAGES, *_BESIDE)}
 
 
 def _os_name() -> str:

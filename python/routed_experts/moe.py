@@ -14,7 +14,16 @@ from torch import Tensor, nn
 
 from routed_experts import compiled, selection
 from routed_experts.checks import check_call, check_ids, compute_dtype, is_checked
-from routed_experts.combine import attach, combine, dispatch, padded_routes, pair_routes, sorted_routes, wants_grad
+from routed_experts.combine import (
+    Routes,
+    attach,
+    combine,
+    dispatch,
+    padded_routes,
+    pair_routes,
+    sorted_routes,
+    wants_grad,
+)
 from routed_experts.errors import LayoutError
 from routed_experts.layout import build_layout
 from routed_experts.module_weights import resolve
@@ -71,12 +80,17 @@ def run_experts(
     check_call(hidden_states, top_k_index, top_k_weights, bound)
     dtype = compute_dtype(hidden_states, bound, allow_cast)
     if weights_on not in ("output", "input"):
-        raise LayoutError("unknown weights_on", found=repr(weights_on), needed="'output' or 'input'")
+        raise LayoutError(
+            "unknown weights_on",
+            found=repr(weights_on),
+            needed="'output' or 'input'",
+            hint="'output' is what nearly every model means",
+        )
     if is_checked(checked) and not expert_parallel:
         top_k_index = check_ids(top_k_index, bound.num_experts)
     call = Call(bound, hidden_states.to(dtype), top_k_index, top_k_weights, hidden_states.dtype)
     how = {
-        "backend": backend or "auto",
+        "backend": selection.backend_name(backend),
         "training": wants_grad(hidden_states, top_k_weights, *bound.tensors()),
         "expert_parallel": expert_parallel,
         "process_group": process_group is not None,
@@ -121,29 +135,49 @@ def run_on_input(row: Selection, call: Call) -> Tensor:
 def _run_routing(row: Selection, call: Call) -> Tensor:
     out = row.run(call.experts, call.x_TH, call.index_TK, call.weights_TK)
     if row.spec.gives == "tokens":
-        return out.to(call.dtype)
-    return combine(out, call.weights_TK, pair_routes(call.index_TK, call.experts.num_experts), call.dtype)
+        return _checked_result(row, out, call.x_TH.shape[0], call).to(call.dtype)
+    return _combine_result(row, out, call, pair_routes(call.index_TK, call.experts.num_experts))
 
 
 def _run_slots(row: Selection, call: Call) -> Tensor:
     routes = pair_routes(call.index_TK, call.experts.num_experts)
     expert_S = call.index_TK.long().masked_fill(~routes.valid_TK, -1).reshape(-1)
     out_SH = row.run(call.experts, dispatch(call.x_TH, routes), expert_S)
-    return combine(out_SH, call.weights_TK, routes, call.dtype)
+    return _combine_result(row, out_SH, call, routes)
 
 
 def _run_grouped(row: Selection, call: Call) -> Tensor:
     layout = build_layout(call.index_TK, call.experts.num_experts)
     routes = sorted_routes(layout, call.index_TK.shape)
     out_SH = row.run(call.experts, dispatch(call.x_TH, routes), layout)
-    return combine(out_SH, call.weights_TK, routes, call.dtype)
+    return _combine_result(row, out_SH, call, routes)
 
 
 def _run_padded(row: Selection, call: Call) -> Tensor:
     layout = build_layout(call.index_TK, call.experts.num_experts, alignment=row.spec.alignment)
     routes = padded_routes(layout, call.index_TK.shape)
     out_RH = row.run(call.experts, dispatch(call.x_TH, routes), layout)
-    return combine(out_RH, call.weights_TK, routes, call.dtype)
+    return _combine_result(row, out_RH, call, routes)
+
+
+def _combine_result(row: Selection, out: Tensor, call: Call, routes: Routes) -> Tensor:
+    """Weight and sum what a backend gave, in the order that its spec declares."""
+    if row.spec.gives == "slots":
+        routes = routes._replace(source_R=None, position_TK=None)
+    rows = routes.valid_TK.numel() if routes.source_R is None else routes.source_R.shape[0]
+    return combine(_checked_result(row, out, rows, call), call.weights_TK, routes, call.dtype)
+
+
+def _checked_result(row: Selection, out: Any, rows: int, call: Call) -> Tensor:
+    wanted = (rows, call.x_TH.shape[1])
+    if isinstance(out, Tensor) and out.shape == wanted:
+        return out
+    raise LayoutError(
+        f"backend {row.name!r} gave something else than its spec declares",
+        found=f"shape {tuple(out.shape)}" if isinstance(out, Tensor) else type(out).__name__,
+        needed=f"{row.spec.gives} of shape {wanted}",
+        hint="Spec says what a run function takes and gives",
+    )
 
 
 _FLOWS = {"routing": _run_routing, "slots": _run_slots, "grouped": _run_grouped, "padded": _run_padded}

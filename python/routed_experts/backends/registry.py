@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 from routed_experts import _core
 from routed_experts.backends import BUILT_IN
 from routed_experts.backends.spec import Backend, Spec
-from routed_experts.errors import LayoutError, UnknownBackend
+from routed_experts.errors import DtypeError, LayoutError, UnknownBackend
 
 Run: TypeAlias = Callable[..., Any]
 
@@ -79,7 +79,7 @@ class _Registry:
                     needed="a backend that was registered",
                     hint="ask for another backend by name instead",
                 )
-            self.table().core.check_name(name)
+            check_name(name)
             del rest[name]
             self._change(rest)
 
@@ -107,6 +107,7 @@ def register_backend(name: str, fn: Run, *, spec: Spec | None = None) -> None:
     when asked for by name; with ``auto=True`` and a ``cost``, ``auto`` may choose it.
 
     Raises:
+        DtypeError: a spec of another type.
         LayoutError: the name is taken, empty or "auto", differs from ``spec.name``, or the spec is not in the
             vocabulary of requirements.
     """
@@ -123,6 +124,13 @@ def _check(name: object, fn: object, spec: Spec) -> None:
             found=repr(name),
             needed='a string that is neither empty nor "auto"',
             hint="register it under another name",
+        )
+    if not isinstance(spec, Spec):
+        raise DtypeError(
+            f"the spec of backend {name!r} is none",
+            found=type(spec).__name__,
+            needed="Spec",
+            hint=f"pass spec=Spec(name={name!r}, ...), or none",
         )
     if spec.name != name:
         raise LayoutError(
@@ -155,9 +163,9 @@ def backends() -> dict[str, Spec]:
     return {name: backend.rows[0][0] for name, backend in REGISTRY.backends().items()}
 
 
-def check_name(name: str) -> None:
+def check_name(name: object) -> None:
     """Raise UnknownBackend, with the names there are, unless ``name`` is registered or "auto"."""
-    REGISTRY.table().core.check_name(name)
+    REGISTRY.table().core.check_name(str(name))
 
 
 def _run_named(name: str, experts: Any, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> Any:
@@ -176,7 +184,7 @@ class _ExpertsInterface(MutableMapping[str, Run]):
     def __getitem__(self, name: str) -> Run:
         backend = REGISTRY.backends().get(name)
         if backend is None:
-            check_name(str(name))
+            check_name(name)
             raise UnknownBackend(
                 '"auto" is a choice among backends, not one of them',
                 found='"auto"',

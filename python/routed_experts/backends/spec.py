@@ -12,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
+from routed_experts.errors import LayoutError
+
 Takes: TypeAlias = Literal["routing", "slots", "grouped", "padded"]
 Gives: TypeAlias = Literal["tokens", "slots", "rows"]
 
@@ -36,6 +38,14 @@ class Cost:
     copies_weights: bool = False
 
 
+_GIVES: dict[str, tuple[str, ...]] = {
+    "routing": ("tokens", "slots"),
+    "slots": ("slots", "rows"),
+    "grouped": ("rows", "slots"),
+    "padded": ("rows", "slots"),
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Spec:
     """One row of the backend table.
@@ -48,11 +58,15 @@ class Spec:
     * ``grouped``: ``run(experts, x_SH, layout)``, rows sorted by expert, sentinel rows last
     * ``padded``: ``run(experts, x_RH, layout)``, every expert's rows start at a multiple of ``alignment``
 
-    and back come ``tokens`` (T, H), weighted and summed; ``slots`` (S, H), in pair order; or ``rows``, in the
-    order they were handed over. Rows of sentinels must read 0 in slots and rows.
+    and back come ``tokens`` (T, H), weighted and summed (only from ``routing``, which has the weights); ``slots``
+    (S, H), in pair order; or ``rows``, in the order they were handed over (not from ``routing``, which hands
+    over none). Rows of sentinels must read 0 in slots and rows.
 
     ``decode_as`` names the backend that takes over in the decode stage on an accelerator ("" for none);
     ``load_time_only`` marks one that reshapes weights, so it is neither entered nor left after loading.
+
+    Raises:
+        LayoutError: fields that contradict each other.
     """
 
     name: str
@@ -66,6 +80,28 @@ class Spec:
     auto: bool = True
     decode_as: str = ""
     load_time_only: bool = False
+
+    def __post_init__(self) -> None:
+        mistake = self._mistake()
+        if mistake is not None:
+            name, needed = mistake
+            raise LayoutError(
+                f"a spec whose {name} does not fit",
+                found=f"{name}={getattr(self, name)!r}, takes={self.takes!r}",
+                needed=needed,
+                hint="the docstring of Spec has what goes together",
+            )
+
+    def _mistake(self) -> tuple[str, str] | None:
+        if isinstance(self.devices, str):
+            return "devices", f"a tuple: ({self.devices!r},)"
+        if self.takes not in _GIVES:
+            return "takes", "one of " + ", ".join(_GIVES)
+        if self.gives not in _GIVES[self.takes]:
+            return "gives", " or ".join(_GIVES[self.takes])
+        if self.alignment < (least := 2 if self.takes == "padded" else 1):
+            return "alignment", f"at least {least}"
+        return None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the row as nested plain data, the form the Rust registry reads."""

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import routed_experts as rx
+from routed_experts import facts
 from routed_experts.backends import BUILT_IN
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -73,6 +74,12 @@ def test_every_variable_in_the_code_is_documented() -> None:
     assert {"ROUTED_EXPERTS_CHECKED", "ROUTED_EXPERTS_BATCHED_BYTES"} <= read
     assert documented == read
     assert set(pattern.findall(README)) == read
+
+
+def test_the_default_budget_is_the_one_in_the_code() -> None:
+    for document in (README, (ROOT / "docs" / "variables.md").read_text()):
+        line = next(line for line in document.splitlines() if line.startswith(f"| `{facts.BATCHED_BYTES}`"))
+        assert re.findall(r"\d{4,}", line) == [str(facts.DEFAULT_BYTES)]
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)

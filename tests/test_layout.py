@@ -10,10 +10,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from routed_experts import _core
 from routed_experts.errors import DtypeError, LayoutError
-from routed_experts.layout import _ID_CODES, ExpertLayout, build_layout, first_out_of_range
+from routed_experts.layout import ID_CODES, ExpertLayout, build_layout, first_out_of_range
 from routed_experts.layout_device import _layout_torch, first_out_of_range_torch
 
-ID_DTYPES = list(_ID_CODES)
+ID_DTYPES = list(ID_CODES)
 EXPERTS = [1, 3, 60, 160, 384, 1024]
 
 

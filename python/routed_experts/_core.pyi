@@ -7,7 +7,7 @@ __all__ = ["Registry", "__version__", "find_toolkit", "layout_build", "layout_fi
 
 __version__: str
 
-# layout.py: addresses and lengths of contiguous CPU tensors; dtype is a code of layout._ID_CODES.
+# layout.py: addresses and lengths of contiguous CPU tensors; dtype is a code of layout.ID_CODES.
 def layout_build(
     ids: int,
     dtype: int,

@@ -8,21 +8,10 @@ import torch
 from torch import Tensor
 
 from routed_experts.errors import DeviceError, DtypeError, ExpertIndexError, LayoutError
-from routed_experts.layout import first_out_of_range
+from routed_experts.layout import ID_CODES, INT32_LIMIT, first_out_of_range
 from routed_experts.weights import TENSOR_NAMES, ExpertWeights
 
 CHECKED = "ROUTED_EXPERTS_CHECKED"
-
-_INTEGERS = (
-    torch.uint8,
-    torch.int8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-    torch.uint16,
-    torch.uint32,
-    torch.uint64,
-)
 
 
 def check_call(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, experts: ExpertWeights) -> None:
@@ -33,7 +22,12 @@ def check_call(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
         ("top_k_weights", top_k_weights),
     ):
         if not isinstance(value, Tensor):
-            raise DtypeError(f"{name} is not a tensor", found=type(value).__name__, needed="torch.Tensor")
+            raise DtypeError(
+                f"{name} is not a tensor",
+                found=type(value).__name__,
+                needed="torch.Tensor",
+                hint=f"torch.as_tensor({name})",
+            )
     if hidden_states.dim() != 2 or hidden_states.shape[1] != experts.hidden_size:
         raise LayoutError(
             "hidden_states has the wrong shape",
@@ -47,6 +41,7 @@ def check_call(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
             "top_k_index has the wrong shape",
             found=str(tuple(top_k_index.shape)),
             needed=f"(T, K) with T={tokens}: the experts of every token",
+            hint="one row of ids a token: top_k_index.view(T, K)",
         )
     if top_k_weights.shape != top_k_index.shape:
         raise LayoutError(
@@ -55,17 +50,40 @@ def check_call(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
             needed=f"{tuple(top_k_index.shape)}, one weight for each id of top_k_index",
             hint="gather the router's (T, E) scores by top_k_index first",
         )
-    _check_dtypes(hidden_states, top_k_index, top_k_weights)
+    # Compiled code checks when it runs: here it would be a limit on every traced shape.
+    if not torch.compiler.is_compiling() and top_k_index.numel() >= INT32_LIMIT:
+        raise LayoutError(
+            "pairs are numbered in int32",
+            found=f"T * K = {top_k_index.numel()}",
+            needed="less than 2**31",
+            hint="split the tokens over several calls",
+        )
+    _check_dtypes(hidden_states, top_k_index, top_k_weights, experts)
     _check_devices(hidden_states, top_k_index, top_k_weights, experts)
 
 
-def _check_dtypes(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> None:
-    if top_k_index.dtype not in _INTEGERS:
-        raise DtypeError("top_k_index is not integer", found=str(top_k_index.dtype), needed="integer expert ids")
+def _check_dtypes(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, experts: ExpertWeights) -> None:
+    if top_k_index.dtype not in ID_CODES:
+        raise DtypeError(
+            "top_k_index is not integer",
+            found=str(top_k_index.dtype),
+            needed="integer expert ids",
+            hint="pass the indices of topk, neither a mask nor scores",
+        )
     if not top_k_weights.is_floating_point():
-        raise DtypeError("top_k_weights is not floating", found=str(top_k_weights.dtype), needed="a floating dtype")
+        raise DtypeError(
+            "top_k_weights is not floating",
+            found=str(top_k_weights.dtype),
+            needed="a floating dtype",
+            hint="pass the values of topk, or top_k_weights.float()",
+        )
     if not hidden_states.is_floating_point():
-        raise DtypeError("hidden_states is not floating", found=str(hidden_states.dtype), needed="a floating dtype")
+        raise DtypeError(
+            "hidden_states is not floating",
+            found=str(hidden_states.dtype),
+            needed="a floating dtype",
+            hint=f"hidden_states.to({experts.dtype})",
+        )
 
 
 def _check_devices(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, experts: ExpertWeights) -> None:
@@ -76,6 +94,7 @@ def _check_devices(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Te
                 f"{name} is on another device",
                 found=f"{name} on {tensor.device}",
                 needed=f"{device}, as hidden_states",
+                hint=f'{name}.to("{device}")',
             )
     if experts.device != device:
         name = next(name for name in TENSOR_NAMES if getattr(experts, name) is not None)

@@ -68,7 +68,12 @@ def use_experts_implementation(
 
 def _decorate(flags: dict[str, bool], cls: ModuleClass) -> ModuleClass:
     if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
-        raise DtypeError("only module classes can be decorated", found=repr(cls), needed="an nn.Module class")
+        raise DtypeError(
+            "only module classes can be decorated",
+            found=repr(cls),
+            needed="an nn.Module class",
+            hint="decorate the class, not an instance or a function",
+        )
     original_init = cls.__init__
 
     @functools.wraps(original_init)

@@ -17,7 +17,7 @@ from routed_experts.errors import DtypeError, LayoutError
 from routed_experts.layout_device import _layout_torch, first_out_of_range_torch, layout_sizes
 
 # Codes of the macro `with_id_type!` in rust/bindings/src/layout.rs.
-_ID_CODES = {
+ID_CODES = {
     torch.uint8: 0,
     torch.int8: 1,
     torch.int16: 2,
@@ -27,7 +27,7 @@ _ID_CODES = {
     torch.uint32: 6,
     torch.uint64: 7,
 }
-_INT32_LIMIT = 2**31
+INT32_LIMIT = 2**31
 
 
 class ExpertLayout(NamedTuple):
@@ -74,7 +74,7 @@ def build_layout(top_k_index: Tensor, num_experts: int, *, alignment: int = 1) -
         An :class:`ExpertLayout` on the device of the ids.
 
     Raises:
-        DtypeError: ids that are not integers (bool included).
+        DtypeError: ids that are not integers (bool included), or an E or A that is not.
         LayoutError: ids that are not (T, K), E or A below 1, or more than 2**31 - 1 pairs or padded rows.
     """
     if torch.compiler.is_compiling():
@@ -129,7 +129,7 @@ def _from_parts(parts: list[Tensor] | tuple[Tensor, ...]) -> ExpertLayout:
 
 def _check(top_k_index: Tensor, num_experts: int, alignment: int) -> int:
     """Return the code of the ids' dtype; raise unless a layout can be made, before anything is allocated."""
-    code = _ID_CODES.get(top_k_index.dtype) if isinstance(top_k_index, Tensor) else None
+    code = ID_CODES.get(top_k_index.dtype) if isinstance(top_k_index, Tensor) else None
     if code is None:
         raise _dtype_error(top_k_index)
     if top_k_index.dim() != 2:
@@ -139,7 +139,14 @@ def _check(top_k_index: Tensor, num_experts: int, alignment: int) -> int:
             needed="shape (T, K)",
             hint="give flat ids a shape: top_k_index.view(num_tokens, num_top_k)",
         )
-    if not 0 < num_experts < _INT32_LIMIT or not 0 < alignment < _INT32_LIMIT:
+    if not (isinstance(num_experts, int) and isinstance(alignment, int)):
+        raise DtypeError(
+            "sizes of a layout are whole numbers",
+            found=f"num_experts={num_experts!r}, alignment={alignment!r}",
+            needed="int",
+            hint="pass the E of this module, and alignment=1 for rows without padding",
+        )
+    if not 0 < num_experts < INT32_LIMIT or not 0 < alignment < INT32_LIMIT:
         raise LayoutError(
             "a layout needs at least one expert and an alignment of at least 1",
             found=f"num_experts={num_experts}, alignment={alignment}",
@@ -149,7 +156,7 @@ def _check(top_k_index: Tensor, num_experts: int, alignment: int) -> int:
     rows = top_k_index.numel()
     if alignment > 1:
         rows += min(rows, num_experts) * (alignment - 1)
-    if rows >= _INT32_LIMIT:
+    if rows >= INT32_LIMIT:
         raise LayoutError(
             "rows of a layout are numbered in int32",
             found=f"up to {rows} rows for ids of shape {tuple(top_k_index.shape)} at alignment {alignment}",

@@ -25,6 +25,7 @@ def get_experts_implementation(model: nn.Module) -> dict[str, str]:
     result is a valid argument of :func:`set_experts_implementation` and describes the same state.
 
     Raises:
+        DtypeError: ``model`` is no ``nn.Module``.
         SwitchError: experts modules of one part were put on different backends one by one.
     """
     parts = parts_of(model)
@@ -42,7 +43,8 @@ def set_experts_implementation(model: nn.Module, implementation: Implementation)
     lives in the model object, never in its saved config. Either all of it takes effect or, on error, nothing.
 
     Raises:
-        DtypeError: neither string nor dict nor None, or a value of the dict that is neither string nor None.
+        DtypeError: a model that is none, an implementation that is neither string nor dict nor None, or a value
+            of the dict that is neither string nor None.
         UnknownBackend: a name that is not registered, or a function that the model's library does not have.
         LayoutError: a key that is no sub-config of the model.
         UnsupportedExperts: no experts here (unless ``eager`` or None is asked for), or of a layout unknown.
@@ -92,6 +94,7 @@ def _parse(implementation: object, parts: Parts) -> dict[str, str]:
             "an implementation is a name or a dict of names",
             found=f"{implementation!r} of type {type(implementation).__name__}",
             needed='"NAME", {"": "NAME", "SUB_CONFIG": "NAME"} or None',
+            hint="backends() has the names",
         )
     unknown = [key for key in implementation if key not in parts.by_key]
     if unknown:

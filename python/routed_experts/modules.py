@@ -61,8 +61,13 @@ class RoutedExperts(nn.Module):
         self.reset_parameters()
 
     def _register_parameters(self, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
-        if dtype is not None and not dtype.is_floating_point:
-            raise DtypeError("experts have floating weights", found=str(dtype), needed="a floating dtype")
+        if dtype is not None and not getattr(dtype, "is_floating_point", False):
+            raise DtypeError(
+                "experts have floating weights",
+                found=str(dtype),
+                needed="a floating dtype",
+                hint="build them in bfloat16 or float32",
+            )
         experts, hidden, inner = self.num_experts, self.hidden_size, self.intermediate_size
         up, up_width = ("gate_up_proj", 2 * inner) if self.has_gate else ("up_proj", inner)
         for name, outputs, inputs in ((up, up_width, hidden), ("down_proj", hidden, inner)):
@@ -103,7 +108,12 @@ class RoutedExperts(nn.Module):
 
 def _size(name: str, value: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise LayoutError(f"bad {name}", found=repr(value), needed="an integer of at least 1")
+        raise LayoutError(
+            f"bad {name}",
+            found=repr(value),
+            needed="an integer of at least 1",
+            hint=f"RoutedExperts({name}=...) takes whole numbers",
+        )
     return value
 
 
@@ -112,5 +122,7 @@ def _activation_function(activation: str | Activation) -> Activation:
     if name is not None:
         return ACTIVATIONS[name]
     if not callable(activation):
-        raise LayoutError("unknown activation", found=repr(activation), needed="a name or a callable")
+        raise LayoutError(
+            "unknown activation", found=repr(activation), needed="a name or a callable", hint="'silu' is the usual one"
+        )
     return activation

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from routed_experts.errors import SwitchError
+from routed_experts.errors import DtypeError, SwitchError
 from routed_experts.module_weights import follows_protocol
 from routed_experts.names import from_config
 from routed_experts.switching import ExpertsModule, switch_of
@@ -77,6 +77,13 @@ class Parts:
 
 def parts_of(model: nn.Module) -> Parts:
     """Return the parts of any torch model, the experts modules sorted into them."""
+    if not isinstance(model, nn.Module):
+        raise DtypeError(
+            "not a model",
+            found=type(model).__name__,
+            needed="an nn.Module",
+            hint="pass the model, or its experts module",
+        )
     root = _configured(model)
     config = getattr(root, "config", None)
     keys = getattr(config, "sub_configs", None) or {}

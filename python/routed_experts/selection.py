@@ -16,8 +16,8 @@ import torch
 
 from routed_experts.backends.registry import REGISTRY, Table
 from routed_experts.backends.spec import Spec
-from routed_experts.errors import LayoutError
-from routed_experts.facts import Facts, batched_budget, environment, facts_for
+from routed_experts.errors import DtypeError, LayoutError
+from routed_experts.facts import Facts, batched_budget, environment, facts_for, parse_device
 from routed_experts.problem import bucket, dtype_name, problem_fields
 
 logger = logging.getLogger("routed_experts")
@@ -25,6 +25,7 @@ logger.addHandler(logging.NullHandler())
 
 # Experts that see ever new shapes, backends or environments must not grow without end.
 _MOST_CHOICES = 4096
+_MOST_TOKENS = 2**63 - 1  # what the core counts in
 _COMPUTE_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -127,21 +128,24 @@ def select_backend(
 
     Raises:
         UnknownBackend: a name that is not registered.
+        LayoutError, DtypeError: experts that are none, sizes that are no whole numbers, a dtype that no experts
+            compute in, a backend that is no name.
         RoutedExpertsError: the backend asked for by name cannot run; the class says which kind of reason.
         BackendUnavailable: ``auto`` finds no backend that it may choose.
     """
-    if getattr(experts, "_choices", None) is None:
-        experts = _from_module(experts)
+    # Weights of from_module have no choices of their own: they are bound once, not at every attribute.
+    if "_choices" not in getattr(experts, "__dict__", ()):
+        experts = _resolve(experts)
     if num_top_k is None:
         num_top_k = min(2, experts.num_experts)
     if dtype is None:
         dtype = experts.dtype
         if dtype not in _COMPUTE_DTYPES:
             dtype = torch.bfloat16
-    asked = (num_top_k, dtype, backend or "auto", training, compiling, capturing, expert_parallel, False)
+    asked = (num_top_k, dtype, backend_name(backend), training, compiling, capturing, expert_parallel, False)
     if facts is not None:
         return _on_facts(facts, experts, num_tokens, asked, device)
-    return _look_up(experts, num_tokens, asked, experts.device if device is None else torch.device(device))
+    return _look_up(experts, num_tokens, asked, experts.device if device is None else parse_device(device))
 
 
 def choose(
@@ -183,11 +187,32 @@ def _look_up(experts: Any, num_tokens: int, asked: Asked, device: torch.device) 
     return selection
 
 
+def backend_name(backend: object) -> str:
+    """Return the name that was asked for, "auto" for None or ""; raise DtypeError for what is no name."""
+    if backend is None:
+        return "auto"
+    if isinstance(backend, str):
+        return backend or "auto"
+    raise DtypeError(
+        "a backend is asked for by name",
+        found=f"{backend!r} of type {type(backend).__name__}",
+        needed="a string or None",
+        hint='backends() has the names; "auto" chooses among them',
+    )
+
+
 def _on_facts(
     facts: Facts, experts: Any, num_tokens: int, asked: Asked, device: str | torch.device | None
 ) -> Selection:
     """Answer about another machine; nothing is kept and nothing is logged, for nothing will run there."""
-    kind = facts.device if device is None else torch.device(device).type
+    if not isinstance(facts, Facts):
+        raise DtypeError(
+            "facts are not those of a machine",
+            found=type(facts).__name__,
+            needed="Facts",
+            hint="pass current_facts().replace(capability=(9, 0))",
+        )
+    kind = facts.device if device is None else parse_device(device).type
     if kind != facts.device:
         facts = facts.replace(device=kind)
     return _select(REGISTRY.table(), facts, _problem(problem_fields(experts), num_tokens, asked), asked[2])
@@ -203,20 +228,27 @@ def machine_decisions(facts: Facts) -> list[Decision]:
     return [Decision(**decision) for decision in REGISTRY.table().core.decisions(facts.to_dict())]
 
 
-def _from_module(module: Any) -> Any:
-    from routed_experts.weights import ExpertWeights
+def _resolve(experts: Any) -> Any:
+    from routed_experts.module_weights import resolve
 
-    return ExpertWeights.from_module(module)
+    return resolve(experts)
 
 
 def _problem(fields: dict[str, Any], num_tokens: int, asked: Asked) -> dict[str, Any]:
     num_top_k, dtype, _, training, compiling, capturing, expert_parallel, process_group = asked
-    if num_tokens < 0 or num_top_k < 0:
+    if not all(isinstance(size, int) and 0 <= size <= _MOST_TOKENS for size in (num_tokens, num_top_k)):
         raise LayoutError(
-            "a call has no negative sizes",
-            found=f"num_tokens {num_tokens}, num_top_k {num_top_k}",
-            needed="both at least 0",
+            "the sizes of a call are whole numbers, none of them negative",
+            found=f"num_tokens {num_tokens!r}, num_top_k {num_top_k!r}",
+            needed=f"whole numbers from 0 to {_MOST_TOKENS}",
             hint="pass the sizes of top_k_index, (T, K)",
+        )
+    if dtype not in _COMPUTE_DTYPES:
+        raise DtypeError(
+            "experts do not compute in this dtype",
+            found=repr(dtype),
+            needed=", ".join(map(str, _COMPUTE_DTYPES)),
+            hint="pass the dtype of hidden_states, or leave it out",
         )
     return {
         **fields,

@@ -155,6 +155,7 @@ def _check_library(experts: ExpertsModule, library: str) -> None:
         f"{experts.path or 'the module'} has no function {library!r} of its library's",
         found=f"{type(experts.module).__name__} on {current!r}",
         needed=current if experts.check_library_name is None else "a name that its model accepts",
+        hint="get_experts_implementation says what the model runs on now",
     )
     if experts.check_library_name is None:
         raise refused
@@ -179,6 +180,7 @@ def _check_forward(experts: ExpertsModule) -> None:
             f"{path} is not called as routed experts",
             found=f"{type(module).__name__}.forward{inspect.signature(type(module).forward)}",
             needed="a forward of hidden states, expert ids and routing weights",
+            hint="wrap it in a module whose forward takes the three, or leave it on its own function",
         )
 
 

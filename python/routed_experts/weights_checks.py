@@ -27,26 +27,43 @@ def check_declaration(
     """Return whether the experts are gated; raise LayoutError or DtypeError for flags that contradict."""
     for name, value in tensors.items():
         if value is not None and not isinstance(value, Tensor):
-            raise DtypeError(f"{name} is not a tensor", found=type(value).__name__, needed="torch.Tensor or None")
+            raise DtypeError(
+                f"{name} is not a tensor",
+                found=type(value).__name__,
+                needed="torch.Tensor or None",
+                hint=f"torch.as_tensor({name})",
+            )
     given = [name for name in ("gate_up_proj", "up_proj") if tensors[name] is not None]
     if len(given) != 1:
         raise LayoutError(
             "exactly one first projection is needed",
             found=" and ".join(given) or "neither",
             needed="gate_up_proj for gated experts, or up_proj for experts without a gate",
+            hint="gate_up_proj is (E, 2I, H), up_proj (E, I, H)",
         )
     if tensors["down_proj"] is None:
-        raise LayoutError("down_proj is missing", found="None", needed="a (E, H, I) tensor")
+        raise LayoutError(
+            "down_proj is missing",
+            found="None",
+            needed="a (E, H, I) tensor",
+            hint="every expert has a second projection",
+        )
     gated = given[0] == "gate_up_proj"
     if has_gate is not None and bool(has_gate) != gated:
         raise LayoutError(
             "has_gate contradicts the projection that was given",
             found=f"has_gate={has_gate} with {given[0]}",
             needed="gate_up_proj with has_gate=True, or up_proj with has_gate=False",
+            hint="leave has_gate out: the projection says it",
         )
     stray = "up_proj_bias" if gated else "gate_up_proj_bias"
     if tensors[stray] is not None:
-        raise LayoutError(f"{stray} has no projection", found=f"{stray} with {given[0]}", needed=f"{given[0]}_bias")
+        raise LayoutError(
+            f"{stray} has no projection",
+            found=f"{stray} with {given[0]}",
+            needed=f"{given[0]}_bias",
+            hint=f"pass it as {given[0]}_bias, or leave it out",
+        )
     _check_callables(activation=activation, gate=gate, post_expert_norm=post_expert_norm)
     _check_gate(gated, activation, gate, swiglu_limit, swiglu_alpha)
     return gated
@@ -55,9 +72,16 @@ def check_declaration(
 def _check_callables(**given: Any) -> None:
     for name, value in given.items():
         if value is not None and not callable(value) and not (name == "activation" and isinstance(value, str)):
-            raise DtypeError(f"{name} cannot be called", found=type(value).__name__, needed="a callable")
+            raise DtypeError(
+                f"{name} cannot be called",
+                found=type(value).__name__,
+                needed="a callable",
+                hint=f"pass the function or module itself as {name}",
+            )
     if given["activation"] is None:
-        raise DtypeError("activation is missing", found="None", needed="a name or a callable")
+        raise DtypeError(
+            "activation is missing", found="None", needed="a name or a callable", hint="'silu' is the default"
+        )
 
 
 def _check_gate(
@@ -82,15 +106,22 @@ def _check_gate(
             "a gate of one's own already says everything",
             found=", ".join(extras),
             needed="either gate, or swiglu_limit and swiglu_alpha",
+            hint="put the limit and the slope into the gate, or leave the gate out",
         )
     if alpha is not None and activation not in ("silu", "swish"):
         raise LayoutError(
             "swiglu_alpha defines the whole gate",
             found=f"activation={activation!r} with swiglu_alpha={alpha}",
             needed="activation='silu'",
+            hint="leave activation out, or pass the whole as gate",
         )
     if limit is not None and not limit >= 0:
-        raise LayoutError("swiglu_limit is a bound", found=repr(limit), needed="a number >= 0, or None for no clamp")
+        raise LayoutError(
+            "swiglu_limit is a bound",
+            found=repr(limit),
+            needed="a number >= 0, or None for no clamp",
+            hint="pass its magnitude",
+        )
 
 
 def check_tensors(
@@ -108,6 +139,7 @@ def check_tensors(
                 f"{name} has the wrong rank",
                 found=str(tuple(weight.shape)),
                 needed="three axes, experts first",
+                hint="torch.stack the experts' matrices along a new first axis",
             )
     experts = down.shape[0] if num_experts is None else num_experts
     hidden, intermediate = (down.shape[2], down.shape[1]) if is_transposed else (down.shape[1], down.shape[2])
@@ -128,7 +160,12 @@ def check_tensors(
                 hint="is_transposed=True means y = x @ W, False y = x @ W.T",
             )
     if min(experts, hidden, intermediate) < 1:
-        raise LayoutError("an axis is empty", found=f"E={experts}, H={hidden}, I={intermediate}", needed="all >= 1")
+        raise LayoutError(
+            "an axis is empty",
+            found=f"E={experts}, H={hidden}, I={intermediate}",
+            needed="all >= 1",
+            hint="check the slice that made these tensors",
+        )
     return experts, hidden, intermediate
 
 
@@ -156,4 +193,5 @@ def _check_dtypes(tensors: dict[str, Tensor | None]) -> None:
                 "the weights are on different devices",
                 found=f"{name} on {tensor.device}, down_proj on {down.device}",
                 needed="one device for all",
+                hint=f'{name}.to("{down.device}")',
             )

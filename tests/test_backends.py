@@ -92,7 +92,7 @@ def oracle_of(case, inputs, index, flags):
         found = torch.autograd.grad(cost, list(leaves.values()), allow_unused=True)
         grads = [zero if grad is None else grad for zero, grad in zip(grads, found, strict=True)]
     # A value that rounds across a clamp has another gradient, and rightly so: then only its finiteness is checked.
-    smooth = min(kinks, default=1.0) > 4 * TOLERANCE[case.dtype]
+    smooth = min(kinks, default=1.0) > 2 * TOLERANCE[case.dtype]
     return wanted.detach(), dict(zip(leaves, grads, strict=True)), cotangent, smooth
 
 

@@ -32,11 +32,12 @@ test: test-rust test-python ## Run every test: Rust first, then Python
 test-rust: $(READY)
 	cargo test --workspace --locked
 
+# A worker a core with one thread each: torch's threads of several processes wait for each other by spinning.
 test-python: $(READY)
-	$(PY) -m pytest $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto $(PYTEST_ARGS)
 
 test-full: $(READY) ## Run the full oracle grid too (minutes)
-	$(PY) -m pytest -m 'full_grid or not full_grid' $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto -m 'full_grid or not full_grid' $(PYTEST_ARGS)
 
 lint: lint-python lint-rust licenses table ## Check format, types, clippy, licences and generated tables
 

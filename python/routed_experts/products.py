@@ -202,8 +202,9 @@ def batched_forward(x: Tensor, weight: Tensor, bias: Tensor | None, expert: Tens
     out = x.new_empty(x.shape[0], weight.shape[2 if transposed else 1])
     safe = expert.clamp(min=0)
     for start, end in _chunks(expert, weight, x.dtype):
-        copies = _as_product(weight.index_select(0, safe[start:end]), transposed).to(x.dtype)
-        torch.bmm(x[start:end, None, :], copies, out=out[start:end, None, :])
+        copies = weight.index_select(0, safe[start:end]).to(x.dtype)
+        matrices = copies.mT if transposed else copies
+        torch.bmm(matrices, x[start:end, :, None], out=out[start:end, :, None])
     if bias is not None:
         out += bias.to(x.dtype).index_select(0, safe)
     return out.masked_fill_((expert < 0)[:, None], 0)

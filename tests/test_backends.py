@@ -74,7 +74,8 @@ def check_gradient(row, name, leaf, wanted, dtype, slack):
     assert leaf.grad.dtype == leaf.dtype, where
     if name not in ("x", "weights") and leaf.grad.numel():
         assert leaf.grad.stride() == leaf.stride(), where
-    bound = 2 * slack * max(TOLERANCE[dtype], TOLERANCE[leaf.dtype])
+    few = 10 if leaf.numel() < 8 else 1  # the largest of a few dot products may itself be a cancelled one
+    bound = 2 * slack * few * max(TOLERANCE[dtype], TOLERANCE[leaf.dtype])
     assert relative_error(leaf.grad.cpu(), wanted) <= bound, where
 
 

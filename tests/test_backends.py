@@ -173,3 +173,68 @@ def test_norm_runs_before_the_weight_and_for_each_pair():
     )
     out = rx.run_experts(torch.randn(1, 4), torch.tensor([[2]]), torch.tensor([[0.5]]), weights)
     torch.testing.assert_close(out.square().mean(), torch.tensor(0.25))
+
+
+def paths_on(dtype=torch.bfloat16, hidden=64, **facts):
+    weights = rx.ExpertWeights(
+        gate_up_proj=torch.empty(4, 64, hidden, dtype=dtype, device="meta"),
+        down_proj=torch.empty(4, hidden, 32, dtype=dtype, device="meta"),
+    )
+    machine = rx.current_facts("cpu").replace(**facts)
+    return rx.select_backend(weights, num_tokens=64, backend="grouped_mm", facts=machine).path
+
+
+@pytest.mark.parametrize(
+    ("torch_version", "capability", "path"),
+    [
+        ("2.8.0", (9, 0), "torch"),
+        ("2.8.0", (12, 0), "loop"),
+        ("2.8.0", (8, 0), "loop"),
+        ("2.9.1", (9, 0), "torch"),
+        ("2.9.1", (8, 0), "torch"),
+        ("2.9.1", (12, 0), "loop"),
+        ("2.10.0", (8, 0), "torch"),
+        ("2.10.0+cu130", (12, 0), "torch"),
+        ("2.13.0", (7, 5), "loop"),
+    ],
+)
+def test_grouped_path_by_torch_and_capability(torch_version, capability, path):
+    """B64: a table of (torch, capability), never an inequality alone."""
+    assert paths_on(torch=torch_version, capability=capability) == path
+
+
+def test_grouped_path_needs_dtype_and_alignment_on_cuda():
+    """B01 and B05: what the kernel does not take goes to the loop."""
+    assert paths_on(torch=torch.__version__, capability=(9, 0), dtype=torch.float32) == "loop"
+    assert paths_on(torch=torch.__version__, capability=(9, 0), hidden=63) == "loop"
+
+
+def test_old_torch_on_a_cpu_loops():
+    """B65."""
+    assert paths_on(torch="2.8.0", device="cpu") == "loop"
+
+
+def test_capture_needs_a_path_that_does_not_wait():
+    """B72: the loop reads offsets on the host."""
+    weights = rx.ExpertWeights(
+        gate_up_proj=torch.empty(4, 64, 63, device="meta"), down_proj=torch.empty(4, 63, 32, device="meta")
+    )
+    facts = rx.current_facts("cpu").replace(capability=(9, 0))
+    with pytest.raises(rx.BackendUnavailable, match="captur"):
+        rx.select_backend(weights, num_tokens=4, backend="grouped_mm", capturing=True, facts=facts)
+    assert rx.select_backend(weights, num_tokens=4, capturing=True, facts=facts).name == "batched_mm"
+
+
+def test_auto_never_copies_past_the_limit():
+    """B35: 288 GiB of copies are predicted, and not chosen."""
+    weights = rx.ExpertWeights(
+        gate_up_proj=torch.empty(128, 1536, 2048, dtype=torch.bfloat16, device="meta"),
+        down_proj=torch.empty(128, 2048, 768, dtype=torch.bfloat16, device="meta"),
+    )
+    facts = rx.current_facts("cpu").replace(capability=(9, 0))
+    few = rx.select_backend(weights, num_tokens=1, num_top_k=8, facts=facts)
+    many = rx.select_backend(weights, num_tokens=4096, num_top_k=8, facts=facts)
+    assert few.name == "batched_mm"
+    assert many.name != "batched_mm"
+    hint = next(d.hint for d in many.decisions if d.backend == "batched_mm")
+    assert "288" in hint or "GiB" in hint

@@ -1,7 +1,8 @@
 """The decode stage inside ``generate``: one switch after the prefill, one restore at the end.
 
-transformers opens its decode stage once per generation or once per token, by release, and not at all in beam
-search. Ours begins where it opens first, or after beam search's prefill, and lasts until the generation ends.
+transformers opens its decode stage once per generation or once per token, by release, in some releases not in
+assisted decoding, and never in beam search. Ours begins where theirs opens first, or after the prefill of these
+two, and lasts until the generation ends.
 """
 
 from __future__ import annotations
@@ -84,6 +85,18 @@ class BeamSearchAdapter(PatchAdapter):
         self.patches.append(Patch(GenerationMixin, "_beam_search", functools.partial(_bound, "beam search")))
 
 
+class AssistedAdapter(PatchAdapter):
+    """Assisted decoding: it begins when the model's first call has returned, whether or not the library's does."""
+
+    name = "decode stage of assisted decoding"
+
+    def make_patches(self) -> None:
+        """Wrap the decoding method."""
+        from transformers.generation import GenerationMixin
+
+        self.patches.append(Patch(GenerationMixin, "_assisted_decoding", _begin_after_first_call))
+
+
 def _begin_with_theirs(original: Callable[..., Any]) -> Callable[..., Any]:
     @contextmanager
     def decode(self: Any) -> Iterator[None]:
@@ -119,3 +132,22 @@ def _begin_after_prefill(original: Callable[..., Any]) -> Callable[..., Any]:
         return outputs
 
     return prefill
+
+
+def _begin_after_first_call(original: Callable[..., Any]) -> Callable[..., Any]:
+    def assisted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with _generation(self, "assisted") as generation:
+
+            def begin(*_: Any) -> None:
+                # A model that drafts for itself is called by the draft's own generation first.
+                if _innermost(self) is generation:
+                    hook.remove()
+                    generation.begin_decode()
+
+            hook = self.register_forward_hook(begin)
+            try:
+                return original(self, *args, **kwargs)
+            finally:
+                hook.remove()
+
+    return assisted

@@ -7,7 +7,6 @@ two, and lasts until the generation ends.
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,8 +22,8 @@ from routed_experts.transformers_integration.adapter import Patch, PatchAdapter
 class Generation:
     """One running generation of one model, and what its decode stage has switched."""
 
-    def __init__(self, model: nn.Module, kind: str) -> None:
-        self.model, self.kind = model, kind
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
         self.begun = False
         self.undo: list[Callable[[], None]] = []
 
@@ -45,8 +44,8 @@ _running = _Running()
 
 
 @contextmanager
-def _generation(model: nn.Module, kind: str) -> Iterator[Generation]:
-    generation = Generation(model, kind)
+def _generation(model: nn.Module) -> Iterator[Generation]:
+    generation = Generation(model)
     _running.generations.append(generation)
     try:
         yield generation
@@ -60,7 +59,7 @@ def _innermost(model: nn.Module) -> Generation | None:
 
 
 class DecodeAdapter(PatchAdapter):
-    """``generate`` bounds the stage; the library's own decode stage begins it (greedy, sampling, assisted)."""
+    """``generate`` bounds the stage; the library's own decode stage begins it where nothing else has."""
 
     name = "decode stage"
 
@@ -69,20 +68,19 @@ class DecodeAdapter(PatchAdapter):
         from transformers.generation import GenerationMixin
 
         self.patches.append(Patch(GenerationMixin, "_optimize_model_for_decode", _begin_with_theirs))
-        self.patches.append(Patch(GenerationMixin, "generate", functools.partial(_bound, "generate")))
+        self.patches.append(Patch(GenerationMixin, "generate", _bound))
 
 
-class BeamSearchAdapter(PatchAdapter):
-    """Beam search has no decode stage of its own: it begins when its prefill has returned."""
+class PrefillAdapter(PatchAdapter):
+    """Beam search has no decode stage of its own: it begins when a generation's prefill has returned."""
 
-    name = "decode stage of beam search"
+    name = "decode stage after the prefill"
 
     def make_patches(self) -> None:
-        """Wrap the search and the prefill in it."""
+        """Wrap the prefill."""
         from transformers.generation import GenerationMixin
 
         self.patches.append(Patch(GenerationMixin, "_prefill", _begin_after_prefill))
-        self.patches.append(Patch(GenerationMixin, "_beam_search", functools.partial(_bound, "beam search")))
 
 
 class AssistedAdapter(PatchAdapter):
@@ -103,7 +101,7 @@ def _begin_with_theirs(original: Callable[..., Any]) -> Callable[..., Any]:
         generation = _innermost(self)
         if generation is None:
             # A loop of the model's own, outside generate: the stage lasts as long as theirs.
-            with _generation(self, "loop") as loop:
+            with _generation(self) as loop:
                 loop.begin_decode()
                 with original(self):
                     yield
@@ -115,9 +113,9 @@ def _begin_with_theirs(original: Callable[..., Any]) -> Callable[..., Any]:
     return decode
 
 
-def _bound(kind: str, original: Callable[..., Any]) -> Callable[..., Any]:
+def _bound(original: Callable[..., Any]) -> Callable[..., Any]:
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with _generation(self, kind):
+        with _generation(self):
             return original(self, *args, **kwargs)
 
     return run
@@ -127,7 +125,7 @@ def _begin_after_prefill(original: Callable[..., Any]) -> Callable[..., Any]:
     def prefill(self: Any, *args: Any, **kwargs: Any) -> Any:
         outputs = original(self, *args, **kwargs)
         generation = _innermost(self)
-        if generation is not None and generation.kind == "beam search":
+        if generation is not None:
             generation.begin_decode()
         return outputs
 
@@ -136,7 +134,7 @@ def _begin_after_prefill(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _begin_after_first_call(original: Callable[..., Any]) -> Callable[..., Any]:
     def assisted(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with _generation(self, "assisted") as generation:
+        with _generation(self) as generation:
 
             def begin(*_: Any) -> None:
                 # A model that drafts for itself is called by the draft's own generation first.

@@ -42,7 +42,7 @@ import routed_experts as rx
 EAGER = "transformers' eager"
 # A thousand steps leave the losses within 1e-6. What a longer run may bring is a token whose experts tie: rounding
 # then decides which one it goes to, and the models are no longer the same.
-TOLERANCE = 1e-4
+TOLERANCE = 1e-5
 BATCH, LENGTH = 8, 64
 WARM_UP, LEARNING_RATE, EPSILON = 20, 1e-3, 1e-4
 
@@ -90,6 +90,7 @@ def make_run(name: str, implementation: str, device: torch.device) -> Run:
         num_experts=16,
         num_experts_per_tok=2,
         max_position_embeddings=LENGTH,
+        initializer_range=0.05,
     )
     model = transformers.AutoModelForCausalLM.from_config(config, experts_implementation=implementation)
     model.to(device).train()

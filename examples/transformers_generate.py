@@ -10,9 +10,10 @@ What happens, in order:
    and on transformers' own functions, which are ``eager`` and ``grouped_mm``.
 4. Each generates the same number of tokens after the same prompt, the likeliest token every time.
 
-One table gives the tokens per second and whether the tokens are those of transformers' eager loop; another says why a
-backend does not run here. The exit status is 1 if any tokens differ. (In float32: bfloat16 rounds to 3 digits, and two
-backends that both round well may then part where two tokens are about as likely.)
+One table gives the tokens per second, whether the tokens are those of transformers' eager loop, and how far the logits
+behind them are from eager's (largest difference over largest logit); another says why a backend does not run here. The
+exit status is 1 if any token differs or logits are further off than ``TOLERANCE``. All of it is in float32: bfloat16
+keeps 3 digits, and two backends that both round well may then part where two tokens are about as likely.
 
     python examples/transformers_generate.py
     python examples/transformers_generate.py --new-tokens 200 --out /tmp/tiny-moe
@@ -26,6 +27,7 @@ import tempfile
 import time
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 import torch
 import transformers
@@ -34,6 +36,7 @@ from rich.table import Table
 
 import routed_experts as rx
 
+TOLERANCE = 1e-4
 PROMPT = "Every token is sent to a few experts; the others stay asleep. "
 
 
@@ -66,50 +69,61 @@ def names_here(model: transformers.PreTrainedModel) -> tuple[list[str], list[rx.
     return ["eager", "grouped_mm", "routed_experts", *ours], refused
 
 
-def generate(model: transformers.PreTrainedModel, count: int, repeats: int) -> tuple[list[int], float]:
-    """Return the tokens that follow the prompt, and how many come out in a second (median of the repeats)."""
+class Answer(NamedTuple):
+    """What followed the prompt: N tokens, of a vocabulary of V."""
+
+    tokens: list[int]
+    logits: torch.Tensor  # (N, V)
+    rate: float  # tokens a second
+
+
+def generate(model: transformers.PreTrainedModel, count: int, repeats: int) -> Answer:
+    """Generate ``count`` tokens after the prompt; the rate is the median of the repeats."""
     prompt = torch.tensor([list(PROMPT.encode())], device=model.device)
     settings = {"do_sample": False, "min_new_tokens": count, "max_new_tokens": count, "pad_token_id": 0}
+    settings |= {"return_dict_in_generate": True, "output_logits": True}
     rates: list[float] = []
     # The first time also chooses backends and fills caches; it is not counted.
     for _ in range(1 + repeats):
         start = time.perf_counter()
-        tokens = model.generate(prompt, attention_mask=torch.ones_like(prompt), **settings)[0].tolist()
+        out = model.generate(prompt, attention_mask=torch.ones_like(prompt), **settings)
+        tokens = out.sequences[0, prompt.shape[1] :].tolist()
         rates.append(count / (time.perf_counter() - start))
-    return tokens[prompt.shape[1] :], median(rates[1:])
+    return Answer(tokens, torch.cat(out.logits), median(rates[1:]))
 
 
-def compare(tokens: list[int], expected: list[int]) -> str:
-    """Say whether the tokens are the expected ones, or where they first differ."""
-    if tokens == expected:
-        return "yes"
-    place = next(i for i, (ours, theirs) in enumerate(zip(tokens, expected, strict=True)) if ours != theirs)
-    return f"[bold red]no, from token {place} on[/]"
+def compare(answer: Answer, eager: Answer) -> tuple[bool, str, str]:
+    """Return whether an answer is eager's, and the table's cells for its tokens and its logits."""
+    unequal = [i for i, (ours, theirs) in enumerate(zip(answer.tokens, eager.tokens, strict=True)) if ours != theirs]
+    tokens = f"[bold red]no, from token {unequal[0]} on[/]" if unequal else "yes"
+    apart = float((answer.logits - eager.logits).abs().max() / eager.logits.abs().max())
+    near = apart <= TOLERANCE
+    return near and not unequal, tokens, f"{apart:.1e}" if near else f"[bold red]{apart:.1e} > {TOLERANCE:.0e}[/]"
 
 
 def run_all(model: transformers.PreTrainedModel, count: int, repeats: int, console: Console) -> bool:
-    """Generate on everything that runs here; print the tables; return whether all tokens are equal."""
+    """Generate on everything that runs here; print the tables; return whether all answers are eager's."""
     names, refused = names_here(model)
-    table = Table("experts_implementation", "tokens/s", "tokens of eager")
-    expected: list[int] = []
-    equal = True
+    table = Table("experts_implementation", "tokens/s", "tokens of eager", "logits, difference")
+    answers: list[Answer] = []
+    good = True
     for name in names:
         model.set_experts_implementation(name)
-        tokens, rate = generate(model, count, repeats)
-        expected = expected or tokens
-        equal &= tokens == expected
-        table.add_row(name, f"{rate:.0f}", compare(tokens, expected))
+        answers.append(generate(model, count, repeats))
+        equal, *cells = compare(answers[-1], answers[0])
+        good &= equal
+        table.add_row(name, f"{answers[-1].rate:.0f}", *cells)
     console.print(table)
     if refused:
         missing = Table("not here", "found", "needed", "what to do")
         for decision in refused:
             missing.add_row(decision.backend, decision.found, decision.needed, decision.hint)
         console.print(missing)
-    return equal
+    return good
 
 
 def main() -> int:
-    """Make the checkpoint, load it, generate with each; 0 if all tokens are equal."""
+    """Make the checkpoint, load it, generate with each; 0 if all answers are eager's."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, help="folder to keep the checkpoint in")
     parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
@@ -129,8 +143,8 @@ def main() -> int:
             folder, dtype=torch.float32, experts_implementation="routed_experts"
         ).to(options.device)
         console.print(f"Qwen3-MoE from {folder} on {options.device}; experts on {rx.get_experts_implementation(model)}")
-        equal = run_all(model, options.new_tokens, options.repeats, console)
-    return 0 if equal else 1
+        good = run_all(model, options.new_tokens, options.repeats, console)
+    return 0 if good else 1
 
 
 if __name__ == "__main__":

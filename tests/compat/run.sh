@@ -14,29 +14,39 @@ if [[ -z ${PYTHON:-} ]]; then
     PYTHON=$root/.venv/bin/python
     [[ -x $PYTHON ]] || PYTHON=python3
 fi
-home=${COMPAT_HOME:-$root/.venv-compat}
+mkdir -p "${COMPAT_HOME:=$root/.venv-compat}"
+home=$(cd "$COMPAT_HOME" && pwd)
 environment=$home/$version
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
-# The mark comes last, so that an environment whose making was cut short is made again.
-if [[ ! -e $environment/.ready ]]; then
+make_environment() {
     rm -rf "$environment" "$environment.borrowed"
     "$PYTHON" "$root/tests/compat/borrow.py" "$environment.borrowed" torch numpy pytest pytest-timeout
     "$PYTHON" -m venv "$environment"
+    local site
     site=$("$environment/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
     echo "$environment.borrowed" >"$site/borrowed.pth"
-    touch "$environment/.ready"
-fi
-wanted=transformers==$version
-[[ $version != newest ]] || wanted=transformers
+    "$environment/bin/python" -c 'import torch' # else pip would fetch another one
+}
+
 pip=("$environment/bin/python" -m pip install --quiet --no-compile)
-# Without torch in reach, transformers would bring no torch, and routed-experts a second one.
-"$environment/bin/python" -c 'import torch'
-"${pip[@]}" --upgrade "$wanted" 'safetensors>=0.4' 'click>=8.1' 'rich>=13'
+needs=('safetensors>=0.4' 'click>=8.1' 'rich>=13')
+# The mark comes last, so that an environment whose making was cut short is made again.
+[[ -e $environment/.ready ]] || make_environment
+if [[ $version == newest ]]; then
+    "${pip[@]}" --upgrade transformers "${needs[@]}"
+elif [[ ! -e $environment/.ready ]]; then
+    "${pip[@]}" "transformers==$version" "${needs[@]}"
+fi
+touch "$environment/.ready"
+
 if [[ -n ${WHEEL:-} ]]; then
     "${pip[@]}" --no-deps --force-reinstall "$WHEEL"
+    unset PYTHONPATH
 else
     export PYTHONPATH=$root/python
 fi
+"$environment/bin/python" -c 'import routed_experts, sys, torch, transformers
+print(f"{routed_experts.__path__[0]}, transformers {transformers.__version__}, torch {torch.__version__}, Python {sys.version.split()[0]}")'
 cd "$root/tests/compat"
 "$environment/bin/python" -m pytest -c pytest.ini smoke "$@"

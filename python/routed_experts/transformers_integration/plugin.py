@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import warnings
 from collections.abc import Callable
@@ -57,9 +58,10 @@ class Plugin:
             if self._adapters is None:
                 return
             REGISTRY.watchers.remove(self.keep_in_step)
-            for adapter in reversed(self._adapters):
-                adapter.uninstall()
-            self._adapters, self._replace = None, False
+            adapters, self._adapters, self._replace = self._adapters, None, False
+            with contextlib.ExitStack() as stack:
+                for adapter in adapters:
+                    stack.callback(adapter.uninstall)
 
     def _install(self) -> None:
         plan = Plan(tuple(valid_names()), self._replace)
@@ -73,14 +75,14 @@ class Plugin:
         """Take out one adapter that does not fit, and leave the others; it is not tried again until unregistered."""
         assert self._adapters is not None
         self._adapters.remove(adapter)
-        try:
+        # It may have failed half-way; what it never did, it need not undo.
+        with contextlib.suppress(Exception):
             adapter.uninstall()
-        finally:
-            warnings.warn(
-                f"routed-experts: {adapter.name} does not fit this transformers and is left out ({error!r})",
-                RuntimeWarning,
-                stacklevel=5,
-            )
+        warnings.warn(
+            f"routed-experts: {adapter.name} does not fit this transformers and is left out ({error!r})",
+            RuntimeWarning,
+            stacklevel=5,
+        )
 
 
 _PLUGIN = Plugin()

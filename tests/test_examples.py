@@ -1,4 +1,7 @@
-"""The examples run as a user runs them, with small settings, and fail when what they show is not so."""
+"""The examples run as a user runs them, with small settings, and fail when what they show is not so.
+
+So does the code of the page about transformers, on checkpoints that two of them make.
+"""
 
 from __future__ import annotations
 
@@ -115,3 +118,25 @@ def test_wrong_answers_fail(
         runpy.run_path(str(EXAMPLES / name), run_name="__main__")
     assert done.value.code == 1
     assert complaint in capsys.readouterr().out
+
+
+@pytest.fixture
+def unregistered() -> Iterator[None]:
+    yield
+    rx.unregister_from_transformers()
+
+
+@pytest.mark.usefixtures("unregistered")
+def test_code_in_docs_runs(tmp_path: Path) -> None:
+    page = EXAMPLES.parent / "docs" / "transformers.md"
+    text = page.read_text()
+    blocks = list(re.finditer(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL))
+    assert len(blocks) >= 5
+    namespace: dict[str, Any] = {"tokens": torch.arange(8).reshape(1, 8)}
+    for variable, name in (("path", "transformers_generate.py"), ("vlm_path", "vlm_per_backbone.py")):
+        namespace[variable] = tmp_path / variable
+        runpy.run_path(str(EXAMPLES / name))["make_checkpoint"](namespace[variable])
+    for block in blocks:
+        # Leading newlines make a traceback point at the page's own line.
+        source = "\n" * text[: block.start(1)].count("\n") + block[1]
+        exec(compile(source, page, "exec"), namespace)

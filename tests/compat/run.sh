@@ -46,7 +46,10 @@ if [[ -n ${WHEEL:-} ]]; then
 else
     export PYTHONPATH=$root/python
 fi
-"$environment/bin/python" -c 'import routed_experts, sys, torch, transformers
-print(f"{routed_experts.__path__[0]}, transformers {transformers.__version__}, torch {torch.__version__}, Python {sys.version.split()[0]}")'
+"$environment/bin/python" - <<'EOF'
+import sys, routed_experts, torch, transformers
+print(f"transformers {transformers.__version__}, torch {torch.__version__}, Python {sys.version.split()[0]},")
+print(f"routed-experts {routed_experts.__version__} from {routed_experts.__path__[0]}")
+EOF
 cd "$root/tests/compat"
 "$environment/bin/python" -m pytest -c pytest.ini smoke "$@"

@@ -195,6 +195,8 @@ def main() -> int:
     options = parser.parse_args()
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
+    # Work this small is done before a second thread has woken; and one thread rounds alike on every machine.
+    torch.set_num_threads(1)
     rx.register_with_transformers()
 
     console = Console(width=None if sys.stdout.isatty() else 140)

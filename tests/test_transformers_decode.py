@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import threading
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from test_models_transformers import TOKENS
 from transformers import LogitsProcessor, PreTrainedConfig, Qwen3MoeForCausalLM
+from transformers.generation import GenerationMixin
 from transformers_models import BUILD, build_composite, build_text
 
 import routed_experts as rx
@@ -198,6 +200,25 @@ def test_assisted_by_its_own_prompt(accelerator, changes):
     assert len(watch.names) > 1
     assert watch.names == [OURS] + [DECODE] * (len(watch.names) - 1)
     assert changes == [DECODE, OURS]
+
+
+# A model that drafts for itself has ended its first draft, a generation of its own, before its prefill.
+@pytest.mark.parametrize(("how", "stages"), [({"prompt_lookup_num_tokens": 2}, 1), ({"assistant_early_exit": 1}, 2)])
+def test_assisted_decoding_of_releases_without_a_stage_in_it(how, stages, accelerator, changes, monkeypatch):
+    rx.unregister_from_transformers()
+    monkeypatch.setattr(GenerationMixin, "_optimize_model_for_decode", lambda self: contextlib.nullcontext())
+    rx.register_with_transformers()
+    model = on(OURS)
+    watch = Watch(model)
+    changes.clear()
+    model.generate(PROMPT, **GREEDY, **how)
+    prefilled = [name for name, tokens in zip(watch.names, watch.tokens, strict=True) if tokens >= PROMPT.shape[1]]
+    assert watch.names.count(OURS) == len(prefilled) == stages
+    assert set(prefilled) == {OURS}
+    assert changes == [DECODE, OURS] * stages
+    assert not model._forward_hooks
+    rx.unregister_from_transformers()
+    monkeypatch.undo()
 
 
 class Nested(LogitsProcessor):

@@ -127,8 +127,8 @@ def test_wrappers_put_on_top_of_ours_survive(monkeypatch):
 
 def test_a_hook_that_does_not_fit_is_left_out_alone(monkeypatch):
     rx.unregister_from_transformers()
-    monkeypatch.delattr(GenerationMixin, "_beam_search")
-    with pytest.warns(RuntimeWarning, match="decode stage of beam search") as caught:
+    monkeypatch.delattr(GenerationMixin, "_assisted_decoding")
+    with pytest.warns(RuntimeWarning, match="decode stage of assisted decoding") as caught:
         rx.register_with_transformers()
     assert len(caught) == 1
     assert caught[0].filename == __file__

@@ -11,7 +11,7 @@ from routed_experts.backends.registry import REGISTRY
 from routed_experts.errors import BackendUnavailable
 from routed_experts.names import valid_names
 from routed_experts.transformers_integration.adapter import Adapter, Plan
-from routed_experts.transformers_integration.decoding import BeamSearchAdapter, DecodeAdapter
+from routed_experts.transformers_integration.decoding import AssistedAdapter, DecodeAdapter, PrefillAdapter
 from routed_experts.transformers_integration.get_method import GetMethodAdapter
 from routed_experts.transformers_integration.loading import LoadingAdapter
 from routed_experts.transformers_integration.registration import QuantizedRegistrationAdapter, RegistrationAdapter
@@ -25,7 +25,8 @@ ADAPTERS: tuple[Callable[[], Adapter], ...] = (
     GetMethodAdapter,
     LoadingAdapter,
     DecodeAdapter,
-    BeamSearchAdapter,
+    PrefillAdapter,
+    AssistedAdapter,
 )
 
 

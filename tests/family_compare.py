@@ -56,6 +56,7 @@ def errors(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[str, flo
 def error(found: Tensor, wanted: Tensor) -> float:
     size = wanted.abs().max().item()
     assert size > 0, "nothing to compare"
+    assert found.isfinite().all()
     return (found - wanted).abs().max().item() / size
 
 

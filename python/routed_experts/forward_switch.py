@@ -138,4 +138,5 @@ def _check_forward(experts: ExpertsModule) -> None:
             f"{path} is not called as routed experts",
             found=f"{type(module).__name__}.forward{inspect.signature(type(module).forward)}",
             needed="a forward of hidden states, expert ids and routing weights",
+            hint="leave the model on its own function: its routing lies outside the experts module",
         )

@@ -144,10 +144,11 @@ def _check_dense(parts: Parts, implementation: Implementation, stated: dict[str,
     if all((library_name(name) or name) == "eager" for name in explicit):
         return
     modules = parts.root.named_modules()
-    near = [f"{path} ({type(m).__name__})" for path, m in modules if path.rpartition(".")[2] == "experts"]
+    near = {type(m).__name__: path for path, m in modules if "Experts" in type(m).__name__ or path.endswith(".experts")}
     raise UnsupportedExperts(
         f"{type(parts.root).__name__} has no experts that can be switched",
-        found=", ".join(near[:3]) or "no module with num_experts, down_proj and gate_up_proj or up_proj",
+        found=", ".join(f"{path} ({name})" for name, path in near.items())
+        or "no module with num_experts, down_proj and gate_up_proj or up_proj",
         needed="one module with num_experts, and down_proj and gate_up_proj (or up_proj) of 3 dimensions",
         hint="leave the model on 'eager', or build its experts as RoutedExperts",
     )

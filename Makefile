@@ -5,11 +5,12 @@ PY := $(VENV)/bin/python
 TAG := manylinux_2_28_x86_64
 READY := $(VENV)/.ready
 PYTEST_ARGS ?=
+COMPAT ?= 5.0.0 newest
 PY_PATHS := python tests benches examples scripts
 RUST_SOURCES := Cargo.toml Cargo.lock $(shell find rust -name '*.rs' -o -name Cargo.toml)
 
 .DEFAULT_GOAL := help
-.PHONY: help build quickstart test test-rust test-python test-full lint lint-python lint-rust format stubtest \
+.PHONY: help build quickstart test test-rust test-python test-full compat lint lint-python lint-rust format stubtest \
         licenses wheel check-wheel table bench doc hooks clean
 
 help: ## List the targets
@@ -32,11 +33,15 @@ test: test-rust test-python ## Run every test: Rust first, then Python
 test-rust: $(READY)
 	cargo test --workspace --locked
 
+# A worker a core with one thread each: torch's threads of several processes wait for each other by spinning.
 test-python: $(READY)
-	$(PY) -m pytest $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto $(PYTEST_ARGS)
 
 test-full: $(READY) ## Run the full oracle grid too (minutes)
-	$(PY) -m pytest -m 'full_grid or not full_grid' $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto -m 'full_grid or not full_grid' $(PYTEST_ARGS)
+
+compat: $(READY) ## Smoke tests beside transformers' oldest and newest 5.x (or COMPAT='VERSION ...')
+	set -e; for version in $(COMPAT); do PYTHON=$(abspath $(PY)) tests/compat/run.sh $$version; done
 
 lint: lint-python lint-rust licenses table ## Check format, types, clippy, licences and generated tables
 
@@ -86,4 +91,4 @@ hooks: $(READY) ## Install the pre-commit hooks
 	$(PY) -m pre_commit install
 
 clean: ## Remove everything that was built, the environment included
-	rm -rf $(VENV) dist site target python/routed_experts/_core*.so
+	rm -rf $(VENV) .venv-compat dist site target python/routed_experts/_core*.so

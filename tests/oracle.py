@@ -32,8 +32,11 @@ def gated(u, *, activation, interleaved, limit, alpha):
     return act(activation, g) * v
 
 
-def experts_oracle(x, index, weights, tensors, flags, *, weights_on="output"):
-    """Return (T, H) in float64; ``tensors`` and ``flags`` are the keyword arguments of ExpertWeights."""
+def experts_oracle(x, index, weights, tensors, flags, *, weights_on="output", kinks=None):
+    """Return (T, H) in float64; ``tensors`` and ``flags`` are the keyword arguments of ExpertWeights.
+
+    ``kinks``, a list, collects how near the values came to a clamp, where the gradient jumps.
+    """
     double = {name: None if t is None else t.double() for name, t in tensors.items()}
     x, weights = x.double(), weights.double()
     gate = flags.get("gate")
@@ -53,6 +56,8 @@ def experts_oracle(x, index, weights, tensors, flags, *, weights_on="output"):
             row = x[t] * weights[t, j] if weights_on == "input" else x[t]
             u = row @ up[e]
             u = u if up_bias is None else u + up_bias[e]
+            if kinks is not None and flags.get("swiglu_limit") is not None:
+                kinks.append((u.detach().abs() - flags["swiglu_limit"]).abs().min().item())
             if gate is not None:
                 a = gate(u[None])[0]
             elif up_name == "gate_up_proj":

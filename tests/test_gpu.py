@@ -166,3 +166,56 @@ def test_doctor_leaves_cuda_alone():
         "assert 'cuda' in result.output\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+@pytest.fixture
+def tiny_qwen():
+    """A float32 Qwen3-MoE on the device, experts at unit gain so that a wrong one changes the tokens."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=64,
+        moe_intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_experts=8,
+        num_experts_per_tok=2,
+    )
+    torch.manual_seed(0)
+    model = transformers.Qwen3MoeForCausalLM(config).cuda().eval()
+    with torch.no_grad():
+        for layer in model.model.layers:
+            for weight in (layer.mlp.experts.gate_up_proj, layer.mlp.experts.down_proj):
+                weight.normal_(std=weight.shape[-1] ** -0.5)
+    rx.register_with_transformers()
+    yield model
+    rx.unregister_from_transformers()
+
+
+@pytest.mark.parametrize("beams", [1, 2])
+def test_generate_switches_once_and_gives_the_same_tokens(tiny_qwen, beams, monkeypatch):
+    """Prefill on grouped_mm, decode on batched_mm, and back; the tokens are the model's own."""
+    from routed_experts import selection
+
+    ids = torch.arange(1, 9, device="cuda")[None]
+    arguments = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "num_beams": beams, "pad_token_id": 0}
+    wanted = tiny_qwen.generate(ids, **arguments)
+    rx.set_experts_implementation(tiny_qwen, "grouped_mm")
+    ran = []
+    original = selection.choose
+
+    def spy(*args, **kwargs):
+        chosen = original(*args, **kwargs)
+        ran.append(chosen.name)
+        return chosen
+
+    monkeypatch.setattr(selection, "choose", spy)
+    got = tiny_qwen.generate(ids, **arguments)
+    assert torch.equal(got, wanted)
+    layers = tiny_qwen.config.num_hidden_layers
+    assert ran[:layers] == ["grouped_mm"] * layers
+    assert ran[layers:] == ["batched_mm"] * (len(ran) - layers)
+    assert len(ran) == 8 * layers
+    assert rx.get_experts_implementation(tiny_qwen) == {"": "grouped_mm"}

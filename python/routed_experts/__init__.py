@@ -30,6 +30,7 @@ from routed_experts.models import decode_stage, get_experts_implementation, set_
 from routed_experts.modules import RoutedExperts
 from routed_experts.moe import run_experts
 from routed_experts.selection import Decision, Selection, select_backend
+from routed_experts.transformers_integration import register_with_transformers, unregister_from_transformers
 from routed_experts.weights import ExpertWeights
 
 __all__ = [
@@ -63,9 +64,11 @@ __all__ = [
     "decode_stage",
     "get_experts_implementation",
     "register_backend",
+    "register_with_transformers",
     "run_experts",
     "select_backend",
     "set_experts_implementation",
     "unregister_backend",
+    "unregister_from_transformers",
     "use_experts_implementation",
 ]

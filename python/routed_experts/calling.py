@@ -25,7 +25,7 @@ def call_experts(
     if kwargs:
         args += tuple(kwargs.pop(name) for name in names[len(args) :] if name in kwargs)
     kwargs["experts"], kwargs["backend"] = module, backend
-    kwargs["expert_parallel"] = bool(getattr(module, "_is_expert_parallel", False))
+    kwargs.setdefault("expert_parallel", bool(getattr(module, "_is_expert_parallel", False)))
     return run_experts(*args, **kwargs)
 
 

@@ -24,20 +24,21 @@ class Routes(NamedTuple):
     source_R: Tensor | None  # row -> pair; -1 on padding
     position_TK: Tensor | None  # pair -> row; out of range never: invalid pairs point at some row
     clean: bool  # every pair is valid, known without asking the device
+    exclusive: bool  # every pair has a row of its own, pairs without an expert too
 
 
 def pair_routes(index_TK: Tensor, num_experts: int) -> Routes:
     """Rows in pair order."""
     expert = index_TK.long()  # torch compares no unsigned integers above 8 bits
     valid = (expert >= 0) & (expert < num_experts)
-    return Routes(valid, None, None, _all_true(valid))
+    return Routes(valid, None, None, _all_true(valid), True)
 
 
 def sorted_routes(layout: ExpertLayout, shape: Sequence[int]) -> Routes:
     """Rows sorted by expert, sentinels last."""
     position = layout.inverse.view(shape)
     valid = position < layout.rows
-    return Routes(valid, layout.order, position, _all_true(valid))
+    return Routes(valid, layout.order, position, _all_true(valid), True)
 
 
 def padded_routes(layout: ExpertLayout, shape: Sequence[int]) -> Routes:
@@ -55,7 +56,7 @@ def padded_routes(layout: ExpertLayout, shape: Sequence[int]) -> Routes:
     source = source.index_copy(0, padded_row.long(), layout.order)[:rows]
     position = padded_row[layout.inverse.long()].view(shape)
     valid = position < rows
-    return Routes(valid, source, position.clamp(max=max(rows - 1, 0)), False)
+    return Routes(valid, source, position.clamp(max=max(rows - 1, 0)), False, False)
 
 
 def _all_true(valid: Tensor) -> bool:
@@ -69,7 +70,7 @@ def wants_grad(*tensors: Tensor | None) -> bool:
 
 def dispatch(x_TH: Tensor, routes: Routes) -> Tensor:
     """Gather the rows (R, H) of a call; padding rows read 0. Gradients sum over slots in float32."""
-    return _Dispatch.apply(x_TH, *routes) if wants_grad(x_TH) else _gather(x_TH, *routes)
+    return _Dispatch.apply(x_TH, *routes) if wants_grad(x_TH) else _gather(x_TH, routes)
 
 
 def combine(rows_RH: Tensor, weights_TK: Tensor, routes: Routes, dtype: torch.dtype) -> Tensor:
@@ -82,79 +83,79 @@ def combine(rows_RH: Tensor, weights_TK: Tensor, routes: Routes, dtype: torch.dt
     return _weigh(rows_RH, _scale(rows_RH, weights_TK, routes), routes, dtype)
 
 
-def _gather(x: Tensor, valid: Tensor, source: Tensor | None, position: Tensor | None, clean: bool) -> Tensor:
-    rows = _spread(x, None, source, valid.shape[1])
-    return rows if clean else rows.masked_fill(~_row_is_owned(valid, source), 0)
+def _gather(x: Tensor, routes: Routes) -> Tensor:
+    return _own(_spread(x, None, routes), routes)
+
+
+def _own(rows: Tensor, routes: Routes) -> Tensor:
+    """The rows, 0 where no pair with an expert owns one: 0 times NaN would be NaN."""
+    if routes.clean:
+        return rows
+    valid, source = routes.valid_TK.reshape(-1), routes.source_R
+    owned = valid if source is None else valid.index_select(0, source.clamp(min=0)) & (source >= 0)
+    return rows.masked_fill(~owned[:, None], 0)
 
 
 def _scale(rows: Tensor, weights: Tensor, routes: Routes) -> Tensor:
-    """The weights in the dtype of the sum, 0 where the pair has no expert (0 times NaN would be NaN)."""
+    """The weights in the dtype of the sum, 0 where the pair has no expert."""
     scale = weights.to(torch.promote_types(rows.dtype, torch.float32))
     return scale if routes.clean else scale.masked_fill(~routes.valid_TK, 0)
 
 
 def _weigh(rows: Tensor, scale: Tensor, routes: Routes, dtype: torch.dtype) -> Tensor:
-    valid = None if routes.clean else routes.valid_TK
-    return _sum_slots(rows, routes.position_TK, valid, scale, routes.valid_TK.shape).to(dtype)
+    return _sum_slots(_own(rows, routes), routes, scale).to(dtype)
 
 
-def _slot(rows: Tensor, position: Tensor | None, valid: Tensor | None, slot: int, shape: Sequence[int]) -> Tensor:
-    """Rows of one slot, (T, H); 0 where the pair has no expert."""
-    if position is not None:
-        taken = rows.index_select(0, position[:, slot])
-    else:  # a view, no gather
-        taken = rows.view(*shape, rows.shape[-1])[:, slot]
-    return taken if valid is None else taken.masked_fill(~valid[:, slot, None], 0)
+def _slot(rows: Tensor, routes: Routes, slot: int) -> Tensor:
+    """Rows of one slot, (T, H), of rows that were made 0 where nobody owns them."""
+    if routes.position_TK is None:
+        return rows.view(*routes.valid_TK.shape, rows.shape[-1])[:, slot]  # a view, no gather
+    taken = rows.index_select(0, routes.position_TK[:, slot])
+    return taken if routes.exclusive else taken.masked_fill(~routes.valid_TK[:, slot, None], 0)
 
 
-def _sum_slots(
-    rows: Tensor, position: Tensor | None, valid: Tensor | None, weights: Tensor | None, shape: Sequence[int]
-) -> Tensor:
-    """Sum over slots of (weighted) rows, in float32 or wider, in slot order."""
-    wide = torch.promote_types(rows.dtype, torch.float32)
-    total = rows.new_zeros(shape[0], rows.shape[-1], dtype=wide)
-    for slot in range(shape[1]):
-        taken = _slot(rows, position, valid, slot, shape)
-        if weights is None:
-            total += taken
-        else:
-            total.addcmul_(taken, weights[:, slot, None])
+def _sum_slots(rows: Tensor, routes: Routes, scale_TK: Tensor) -> Tensor:
+    """Sum the slots' rows times their scale, in float32 or wider, in slot order: (T, H)."""
+    tokens, slots = routes.valid_TK.shape
+    total = rows.new_zeros(tokens, rows.shape[-1], dtype=scale_TK.dtype)
+    for slot in range(slots):
+        total.addcmul_(_slot(rows, routes, slot), scale_TK[:, slot, None])
     return total
 
 
-def _spread(grad_TH: Tensor, weights: Tensor | None, source: Tensor | None, slots: int) -> Tensor:
-    """Each row's token gradient times its pair's weight, in float32 or wider: (R, H)."""
-    if source is None:
-        rows = grad_TH[:, None, :].expand(-1, slots, -1)
-        rows = rows if weights is None else rows * weights[..., None]
-        return rows.reshape(-1, grad_TH.shape[-1])
-    pair = source.clamp(min=0)
-    rows = grad_TH.index_select(0, pair // slots)
-    return rows if weights is None else rows * weights.reshape(-1).index_select(0, pair)[:, None]
-
-
-def _row_is_owned(valid: Tensor, source: Tensor | None) -> Tensor:
-    """(R, 1) bool: the row belongs to a pair that has an expert."""
-    if source is None:
-        return valid.reshape(-1, 1)
-    return (valid.reshape(-1).index_select(0, source.clamp(min=0)) & (source >= 0))[:, None]
+def _spread(x_TH: Tensor, scale_TK: Tensor | None, routes: Routes) -> Tensor:
+    """Every row's token, times its pair's scale: (R, H)."""
+    slots = routes.valid_TK.shape[1]
+    if routes.source_R is None:
+        rows = x_TH[:, None, :].expand(-1, slots, -1)
+        rows = rows if scale_TK is None else rows * scale_TK[..., None]
+        return rows.reshape(-1, x_TH.shape[-1])
+    pair = routes.source_R.clamp(min=0)
+    rows = x_TH.index_select(0, pair // slots)
+    return rows if scale_TK is None else rows * scale_TK.reshape(-1).index_select(0, pair)[:, None]
 
 
 class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, valid: Tensor, source: Tensor | None, position: Tensor | None, clean: bool
+        ctx: Any,
+        x: Tensor,
+        valid: Tensor,
+        source: Tensor | None,
+        position: Tensor | None,
+        clean: bool,
+        exclusive: bool,
     ) -> Tensor:
-        ctx.save_for_backward(valid, position)
-        ctx.clean, ctx.dtype = clean, x.dtype
-        return _gather(x, valid, source, position, clean)
+        ctx.save_for_backward(valid, source, position)
+        ctx.known, ctx.dtype = (clean, exclusive), x.dtype
+        return _gather(x, Routes(valid, source, position, clean, exclusive))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        valid, position = ctx.saved_tensors
-        total = _sum_slots(grad.contiguous(), position, None if ctx.clean else valid, None, valid.shape)
-        return total.to(ctx.dtype), None, None, None, None
+        routes = Routes(*ctx.saved_tensors, *ctx.known)
+        ones = routes.valid_TK.to(torch.promote_types(grad.dtype, torch.float32))
+        return _weigh(grad.contiguous(), ones, routes, ctx.dtype), None, None, None, None, None
 
 
 class _Combine(torch.autograd.Function):
@@ -167,34 +168,34 @@ class _Combine(torch.autograd.Function):
         source: Tensor | None,
         position: Tensor | None,
         clean: bool,
+        exclusive: bool,
         dtype: torch.dtype,
     ) -> Tensor:
-        routes = Routes(valid, source, position, clean)
+        routes = Routes(valid, source, position, clean, exclusive)
         scale = _scale(rows, weights, routes)
         ctx.save_for_backward(rows, scale, valid, source, position)
-        ctx.clean, ctx.weights_dtype = clean, weights.dtype
+        ctx.known, ctx.weights_dtype = (clean, exclusive), weights.dtype
         return _weigh(rows, scale, routes, dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        rows, scale, valid, source, position = ctx.saved_tensors
-        shape = valid.shape
+        rows, scale, *routing = ctx.saved_tensors
+        routes = Routes(*routing, *ctx.known)
         grad_rows = grad_weights = None
         grad = grad.to(scale.dtype)
         if ctx.needs_input_grad[0]:
-            grad_rows = _spread(grad, scale, source, shape[1])
-            if not ctx.clean:
-                grad_rows = grad_rows.masked_fill(~_row_is_owned(valid, source), 0)
-            grad_rows = grad_rows.to(rows.dtype)
+            grad_rows = _own(_spread(grad, scale, routes), routes).to(rows.dtype)
         if ctx.needs_input_grad[1]:
-            slots = [
-                (_slot(rows, position, None if ctx.clean else valid, slot, shape) * grad).sum(-1)
-                for slot in range(shape[1])
-            ]
-            grad_weights = torch.stack(slots, dim=1) if slots else scale.new_zeros(shape)
-            grad_weights = grad_weights.to(ctx.weights_dtype)
-        return grad_rows, grad_weights, None, None, None, None, None
+            grad_weights = _weight_grad(rows, grad, routes).to(ctx.weights_dtype)
+        return grad_rows, grad_weights, None, None, None, None, None, None
+
+
+def _weight_grad(rows: Tensor, grad_TH: Tensor, routes: Routes) -> Tensor:
+    """Each pair's row times its token's gradient, (T, K); 0 where the pair has no expert."""
+    owned = _own(rows, routes)
+    dots = [(_slot(owned, routes, slot) * grad_TH).sum(-1) for slot in range(routes.valid_TK.shape[1])]
+    return torch.stack(dots, dim=1).masked_fill(~routes.valid_TK, 0)
 
 
 class _ZeroGradient(torch.autograd.Function):

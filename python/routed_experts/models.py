@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 from torch import nn
 
 from routed_experts.errors import DtypeError, LayoutError, SwitchError, UnsupportedExperts
 from routed_experts.names import decode_name, is_load_time_only, library_name, parse_name
 from routed_experts.parts import Part, Parts, parts_of
-from routed_experts.switching import ExpertsModule, switch_of
+from routed_experts.switch_protocol import ExpertsModule
+from routed_experts.switching import switch_of
 
 Implementation = str | Mapping[str, str | None] | None
 
@@ -39,8 +41,12 @@ def set_experts_implementation(model: nn.Module, implementation: Implementation)
 
     ``implementation`` is one name for every part, or a dict of part to name: ``""`` is the value of the top
     level and of every sub-config that the dict does not name, and without ``""`` those stay as they are. None
-    stands for the default, ``auto``. ``transformers:NAME`` puts back the model's own function. The choice
-    lives in the model object, never in its saved config. Either all of it takes effect or, on error, nothing.
+    stands for the default, ``auto``. ``transformers:NAME`` puts back the model's own function. The choice is
+    never saved with a model. Either all of it takes effect or, on error, nothing.
+
+    A transformers model that was registered for (``register_with_transformers``) holds the choice in its
+    config, with our prefix, where its own ``set_experts_implementation`` does: models that were built from one
+    config object then share it. Any other model holds it in the model object.
 
     Raises:
         DtypeError: a model that is none, an implementation that is neither string nor dict nor None, or a value
@@ -48,7 +54,8 @@ def set_experts_implementation(model: nn.Module, implementation: Implementation)
         UnknownBackend: a name that is not registered, or a function that the model's library does not have.
         LayoutError: a key that is no sub-config of the model.
         UnsupportedExperts: no experts here (unless ``eager`` or None is asked for), or of a layout unknown.
-        SwitchError: into or out of a backend that is a load-time choice, or a forward that was replaced.
+        SwitchError: into or out of a backend that is a load-time choice, a forward that was replaced, or a
+            library function that ``register_with_transformers(replace=True)`` hides.
     """
     parts = parts_of(model)
     stated = _parse(implementation, parts)
@@ -62,10 +69,12 @@ def set_experts_implementation(model: nn.Module, implementation: Implementation)
     _check_load_time(parts, changes, empty)
     for experts, name in changes:
         switch_of(experts.module).check(experts, name)
+    for key, name in wanted.items():
+        parts.check_statement(key, name)
     for experts, name in changes:
         switch_of(experts.module).write(experts.module, name)
-    for key, name in empty.items():
-        parts.remember(key, name)
+    for key, name in wanted.items():
+        parts.state(key, name)
 
 
 @contextmanager
@@ -79,11 +88,32 @@ def decode_stage(model: nn.Module) -> Iterator[None]:
     """
     undo: list[Callable[[], None]] = []
     try:
-        _enter_decode(parts_of(model), undo)
+        enter_decode(model, undo)
         yield
     finally:
-        for restore in reversed(undo):
-            restore()
+        leave_decode(undo)
+
+
+def enter_decode(model: nn.Module, undo: list[Callable[[], None]], spare: Container[object] = ()) -> None:
+    """Switch for the decode stage, appending to ``undo`` as it goes, so that a failure half-way is undone too.
+
+    ``spare`` are values of a config that stay as they are.
+    """
+    parts = parts_of(model)
+    on_accelerator = {key for key, part in parts.by_key.items() if part.runs_on_accelerator()}
+    for key, part in parts.by_key.items():
+        if key in on_accelerator:
+            for experts in part.modules:
+                if _stated(experts.module) not in spare:
+                    _switch_module(experts.module, undo)
+        elif on_accelerator and not part.modules and _stated(part) not in spare:
+            _switch_remembered(parts, key, undo)
+
+
+def leave_decode(undo: list[Callable[[], None]]) -> None:
+    """Put back what was switched, last first."""
+    while undo:
+        undo.pop()()
 
 
 def _parse(implementation: object, parts: Parts) -> dict[str, str]:
@@ -117,10 +147,11 @@ def _check_dense(parts: Parts, implementation: Implementation, stated: dict[str,
     if all((library_name(name) or name) == "eager" for name in explicit):
         return
     modules = parts.root.named_modules()
-    near = [f"{path} ({type(m).__name__})" for path, m in modules if path.rpartition(".")[2] == "experts"]
+    near = {type(m).__name__: path for path, m in modules if "Experts" in type(m).__name__ or path.endswith(".experts")}
     raise UnsupportedExperts(
         f"{type(parts.root).__name__} has no experts that can be switched",
-        found=", ".join(near[:3]) or "no module with num_experts, down_proj and gate_up_proj or up_proj",
+        found=", ".join(f"{path} ({name})" for name, path in near.items())
+        or "no module with num_experts, down_proj and gate_up_proj or up_proj",
         needed="one module with num_experts, and down_proj and gate_up_proj (or up_proj) of 3 dimensions",
         hint="leave the model on 'eager', or build its experts as RoutedExperts",
     )
@@ -143,27 +174,22 @@ def _check_load_time(parts: Parts, changes: list[Change], empty: dict[str, str])
             )
 
 
-def _enter_decode(parts: Parts, undo: list[Callable[[], None]]) -> None:
-    """Switch, appending to ``undo`` as it goes, so that a failure half-way is undone too."""
-    on_accelerator = {key for key, part in parts.by_key.items() if part.runs_on_accelerator()}
-    for key, part in parts.by_key.items():
-        if key in on_accelerator:
-            for experts in part.modules:
-                _switch_module(experts.module, undo)
-        elif on_accelerator and not part.modules:
-            _switch_remembered(parts, key, undo)
+def _stated(owner: Any) -> object:
+    return getattr(getattr(owner, "config", None), "_experts_implementation", None)
 
 
 def _switch_module(module: nn.Module, undo: list[Callable[[], None]]) -> None:
     switch = switch_of(module)
     name = switch.read(module)
     if decode_name(name) != name:
+        restore = switch.keep(module)
         switch.write(module, decode_name(name))
-        undo.append(lambda: switch.write(module, name))
+        undo.append(restore)
 
 
 def _switch_remembered(parts: Parts, key: str, undo: list[Callable[[], None]]) -> None:
     name = parts.remembered(key)
     if decode_name(name) != name:
+        restore = parts.keep(key)
         parts.remember(key, decode_name(name))
-        undo.append(lambda: parts.remember(key, name))
+        undo.append(restore)

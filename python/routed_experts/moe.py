@@ -163,7 +163,7 @@ def _run_padded(row: Selection, call: Call) -> Tensor:
 def _combine_result(row: Selection, out: Tensor, call: Call, routes: Routes) -> Tensor:
     """Weight and sum what a backend gave, in the order that its spec declares."""
     if row.spec.gives == "slots":
-        routes = routes._replace(source_R=None, position_TK=None)
+        routes = routes._replace(source_R=None, position_TK=None, exclusive=True)
     rows = routes.valid_TK.numel() if routes.source_R is None else routes.source_R.shape[0]
     return combine(_checked_result(row, out, rows, call), call.weights_TK, routes, call.dtype)
 

@@ -27,6 +27,16 @@ def strip_prefix(name: str) -> str:
     return name.removeprefix(f"{PREFIX}_")
 
 
+def is_ours(value: object) -> bool:
+    """Tell whether a config's value speaks of this package."""
+    return isinstance(value, str) and strip_prefix(value) != value
+
+
+def to_config(name: str) -> str:
+    """Return a bare name as a transformers config holds it."""
+    return PREFIX if name == DEFAULT else f"{PREFIX}_{name}"
+
+
 def library_name(name: str) -> str | None:
     """Return NAME of ``transformers:NAME``, None for a name of ours."""
     return name.removeprefix(LIBRARY) if name.startswith(LIBRARY) else None

@@ -6,17 +6,26 @@ whose config object they (or the nearest module around them) hold.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
+from routed_experts.config_names import (
+    STATE,
+    check_library_function,
+    holds_choice,
+    keep_config,
+    read_config,
+    write_config,
+)
 from routed_experts.errors import DtypeError, SwitchError
 from routed_experts.module_weights import follows_protocol
-from routed_experts.names import from_config
-from routed_experts.switching import ExpertsModule, switch_of
+from routed_experts.names import from_config, is_ours, library_name
+from routed_experts.switch_protocol import ExpertsModule
+from routed_experts.switching import switch_of
 
 _REMEMBERED = "_routed_experts_parts"
 
@@ -67,12 +76,59 @@ class Parts:
 
     def remembered(self, key: str) -> str:
         """Return the name of a part without experts."""
-        stated = from_config(getattr(self.by_key[key].config, "_experts_implementation", None))
-        return self.root.__dict__.get(_REMEMBERED, {}).get(key, stated)
+        config, kept = self.by_key[key].config, self._kept
+        stated = getattr(config, "_experts_implementation", None)
+        if key in kept and not is_ours(stated):
+            return kept[key]
+        return read_config(config) if holds_choice(config) else from_config(stated)
+
+    def check_statement(self, key: str, name: str) -> None:
+        """Refuse a library's function that a part without experts could not name in its config."""
+        part, library = self.by_key[key], library_name(name)
+        if library is not None and not part.modules and holds_choice(part.config) and name != self.remembered(key):
+            check_library_function(key, library, STATE.functions)
+
+    def state(self, key: str, name: str) -> None:
+        """Say what a part runs on where it is not said by its modules alone."""
+        part = self.by_key[key]
+        if not part.modules or holds_choice(part.config):
+            self.remember(key, name)
 
     def remember(self, key: str, name: str) -> None:
-        """Keep the name of a part without experts, on the model object and nowhere in its config."""
-        setattr(self.root, _REMEMBERED, {**self.root.__dict__.get(_REMEMBERED, {}), key: name})
+        """Keep the name of a part where its model reads it, or else on the model object and nowhere in its config."""
+        configs, kept = self._configs(key), self._kept
+        for config in configs:
+            write_config(config, name)
+        if configs and key in kept:
+            self._keep_on_model({other: old for other, old in kept.items() if other != key})
+        elif not configs:
+            self._keep_on_model({**kept, key: name})
+
+    def keep(self, key: str) -> Callable[[], None]:
+        """Return what undoes a later ``remember``."""
+        undo, kept = [keep_config(config) for config in self._configs(key)], self._kept
+
+        def restore() -> None:
+            for put_back in undo:
+                put_back()
+            if self._kept != kept:
+                self._keep_on_model(kept)
+
+        return restore
+
+    def _configs(self, key: str) -> list[Any]:
+        """The configs in which the model's own methods look for a part's name; none for a plain model."""
+        config = self.by_key[key].config
+        if not holds_choice(config):
+            return []
+        return list(_nested(config)) if key else [config]
+
+    @property
+    def _kept(self) -> dict[str, str]:
+        return self.root.__dict__.get(_REMEMBERED, {})
+
+    def _keep_on_model(self, names: dict[str, str]) -> None:
+        setattr(self.root, _REMEMBERED, names)
 
 
 def parts_of(model: nn.Module) -> Parts:

@@ -54,7 +54,7 @@ BACKEND = Backend(
                 requires=({"kind": "unquantized"}, {"kind": "not_capturing"}),
                 cost={
                     "cpu": Cost(call_us=120, expert_us=18, bytes_per_us=25e3, flops_per_us=2e5),
-                    "cuda": Cost(call_us=400, expert_us=90, bytes_per_us=2.5e6, flops_per_us=3e8),
+                    "cuda": Cost(call_us=600, expert_us=52, bytes_per_us=4e6, flops_per_us=5.5e8),
                 },
             ),
             run,

@@ -78,12 +78,12 @@ BACKEND = Backend(
             _HALVES_AND_FLOAT,
             {"kind": "torch", "min": "2.9"},
         ),
-        _row("torch", "cuda", Cost(call_us=250, bytes_per_us=2.5e6, flops_per_us=4e8), *_TORCH_ON_CUDA),
+        _row("torch", "cuda", Cost(call_us=650, bytes_per_us=3.8e6, flops_per_us=4.5e8), *_TORCH_ON_CUDA),
         _row("loop", "cpu", Cost(call_us=60, expert_us=4, bytes_per_us=25e3, flops_per_us=2e5)),
         _row(
             "loop",
             "cuda",
-            Cost(call_us=350, expert_us=40, bytes_per_us=2.5e6, flops_per_us=3e8),
+            Cost(call_us=650, expert_us=34, bytes_per_us=4e6, flops_per_us=5.5e8),
             {"kind": "not_capturing"},
         ),
     )

@@ -36,6 +36,8 @@ class _Registry:
         self._backends: dict[str, Backend] = {}
         self._table: Table | None = None
         self.generation = 0
+        # Called after every change, outside the lock: a watcher may take locks of its own.
+        self.watchers: list[Callable[[], None]] = []
 
     def backends(self) -> dict[str, Backend]:
         """Return every backend by name, as a dict of the caller's own."""
@@ -67,6 +69,7 @@ class _Registry:
                     hint=_how_to_free(backend.name),
                 )
             self._change({**self._backends, backend.name: backend})
+        self._tell_watchers()
 
     def remove(self, name: str) -> None:
         """Remove a backend that was added."""
@@ -82,10 +85,15 @@ class _Registry:
             check_name(name)
             del rest[name]
             self._change(rest)
+        self._tell_watchers()
 
     def _change(self, backends: dict[str, Backend]) -> None:
         self._backends, self._table = backends, None
         self.generation += 1
+
+    def _tell_watchers(self) -> None:
+        for watcher in tuple(self.watchers):
+            watcher()
 
 
 def _parse(*specs: Spec) -> _core.Registry:

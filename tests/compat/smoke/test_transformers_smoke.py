@@ -198,9 +198,10 @@ def test_one_part_switches_alone(composite: Path) -> None:
         rx.set_experts_implementation(model, {"audio_config": "eager"})
 
 
-@pytest.mark.parametrize("beams", [1, 2])
-def test_decode_stage_of_an_accelerator(checkpoint: Path, beams: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("how", [{}, {"num_beams": 2}, {"prompt_lookup_num_tokens": 2}], ids=str)
+def test_decode_stage_of_an_accelerator(checkpoint: Path, how: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
     model = load(checkpoint, "routed_experts_grouped_mm")
+    prompt = IDS[:1]
     seen: list[tuple[str, int]] = []
 
     def note(_: Any, arguments: tuple[torch.Tensor, ...]) -> None:
@@ -208,10 +209,10 @@ def test_decode_stage_of_an_accelerator(checkpoint: Path, beams: int, monkeypatc
 
     model.model.layers[0].mlp.experts.register_forward_pre_hook(note)
     monkeypatch.setattr("routed_experts.parts.weight_device", lambda _: torch.device("cuda"))
-    model.generate(IDS, attention_mask=torch.ones_like(IDS), do_sample=False, num_beams=beams, max_new_tokens=4)
+    model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=6, **how)
     (prefill, tokens), *decode = seen
     assert prefill == "routed_experts_grouped_mm"
-    assert tokens >= IDS.numel()
+    assert tokens >= prompt.numel()
     assert len(decode) >= 2
     assert {name for name, _ in decode} == {"routed_experts_batched_mm"}
     assert model.get_experts_implementation() == {"": "routed_experts_grouped_mm"}

@@ -8,7 +8,7 @@ from oracle import TOLERANCE, experts_oracle, relative_error
 from torch import nn
 
 import routed_experts as rx
-from routed_experts import products
+from routed_experts.products import copies
 
 RUNNABLE = ("eager", "batched_mm", "grouped_mm", "auto")
 
@@ -332,14 +332,14 @@ def test_batched_copies_stay_in_the_budget(monkeypatch, caplog):
     weights, tensors = make(hidden=16, inner=8, grad=True)
     x, index, w = inputs(tokens=9, hidden=16)
     largest = []
-    original = products._copies
+    original = copies._copies
 
     def spy(weight, expert):
         taken = original(weight, expert)
         largest.append(taken.numel() * taken.element_size())
         return taken
 
-    monkeypatch.setattr(products, "_copies", spy)
+    monkeypatch.setattr(copies, "_copies", spy)
     monkeypatch.setenv("ROUTED_EXPERTS_BATCHED_BYTES", "3000")
     with caplog.at_level("INFO", logger="routed_experts"):
         out = rx.run_experts(x, index, w, weights, backend="batched_mm")

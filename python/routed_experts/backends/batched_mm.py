@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from routed_experts.backends.spec import Backend, Cost, Spec
-from routed_experts.linear import batched_linear
+from routed_experts.linear import expert_linear
 from routed_experts.mlp import expert_mlp
 from routed_experts.weights import ExpertWeights
 
@@ -20,8 +20,8 @@ def run(experts: ExpertWeights, x_SH: Tensor, expert_S: Tensor) -> Tensor:
     return expert_mlp(
         experts,
         x_SH,
-        lambda x: batched_linear(x, experts.up_weight, experts.up_bias, expert_S, transposed),
-        lambda x: batched_linear(x, experts.down_weight, experts.down_proj_bias, expert_S, transposed),
+        lambda x: expert_linear(x, experts.up_weight, experts.up_bias, expert_S, transposed, "copies"),
+        lambda x: expert_linear(x, experts.down_weight, experts.down_proj_bias, expert_S, transposed, "copies"),
     )
 
 

@@ -13,19 +13,19 @@ from torch import Tensor
 
 from routed_experts.backends.spec import Backend, Cost, Requirement, Spec
 from routed_experts.layout import ExpertLayout
-from routed_experts.linear import grouped_linear
+from routed_experts.linear import expert_linear
 from routed_experts.mlp import expert_mlp
 from routed_experts.weights import ExpertWeights
 
 
-def run(experts: ExpertWeights, x_SH: Tensor, layout: ExpertLayout, *, kernel: str) -> Tensor:
+def run(experts: ExpertWeights, x_SH: Tensor, layout: ExpertLayout, *, way: str) -> Tensor:
     """Run the sorted rows through their experts; rows of sentinels read 0 before the norm."""
     offsets, transposed = layout.offsets, experts.is_transposed
     return expert_mlp(
         experts,
         x_SH,
-        lambda x: grouped_linear(x, experts.up_weight, experts.up_bias, offsets, transposed, kernel),
-        lambda x: grouped_linear(x, experts.down_weight, experts.down_proj_bias, offsets, transposed, kernel),
+        lambda x: expert_linear(x, experts.up_weight, experts.up_bias, offsets, transposed, way),
+        lambda x: expert_linear(x, experts.down_weight, experts.down_proj_bias, offsets, transposed, way),
     )
 
 
@@ -65,7 +65,7 @@ def _row(path: str, device: str, cost: Cost, *requires: Requirement) -> tuple[Sp
         cost={device: cost},
         decode_as="batched_mm",
     )
-    return spec, partial(run, kernel=path)
+    return spec, partial(run, way=path)
 
 
 BACKEND = Backend(

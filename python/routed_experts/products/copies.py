@@ -1,0 +1,66 @@
+"""A product for each row with a copy of its expert's matrix, in chunks under ROUTED_EXPERTS_BATCHED_BYTES."""
+
+from __future__ import annotations
+
+import logging
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from routed_experts.facts import BATCHED_BYTES, batched_budget
+from routed_experts.layout import build_layout
+from routed_experts.products import loop
+
+logger = logging.getLogger("routed_experts")
+
+
+@lru_cache(maxsize=256)
+def _announce(pairs: int, matrix_bytes: int, chunk: int) -> None:
+    logger.info(
+        "batched_mm copies %d expert matrices of %.1f MiB: %.1f MiB in all, at most %.1f MiB at a time (%s)",
+        pairs,
+        matrix_bytes / 2**20,
+        pairs * matrix_bytes / 2**20,
+        min(pairs, chunk) * matrix_bytes / 2**20,
+        BATCHED_BYTES,
+    )
+
+
+def _chunks(expert: Tensor, weight: Tensor, dtype: torch.dtype) -> list[tuple[int, int]]:
+    """Ranges of pairs whose copied matrices stay inside the budget, announced before anything is allocated."""
+    matrix_bytes = weight.shape[1] * weight.shape[2] * torch.empty((), dtype=dtype).element_size()
+    chunk, pairs = max(1, batched_budget() // matrix_bytes), expert.shape[0]
+    _announce(pairs, matrix_bytes, chunk)
+    return [(start, min(start + chunk, pairs)) for start in range(0, pairs, chunk)]
+
+
+def _copies(weight: Tensor, expert: Tensor) -> Tensor:
+    """One copy of its matrix for every pair; indexing copies large rows at full bandwidth, index_select does not."""
+    return weight[expert]
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, expert: Tensor, transposed: bool) -> Tensor:
+    """Rows in any order times copies of their experts' matrices: (S, D) -> (S, N), 0 where expert is -1."""
+    out = x.new_empty(x.shape[0], weight.shape[2 if transposed else 1])
+    safe = expert.clamp(min=0)
+    for start, end in _chunks(expert, weight, x.dtype):
+        copies = _copies(weight, safe[start:end]).to(x.dtype)
+        matrices = copies.mT if transposed else copies
+        torch.bmm(matrices, x[start:end, :, None], out=out[start:end, :, None])
+    if bias is not None:
+        out += bias.to(x.dtype).index_select(0, safe)
+    return out.masked_fill_((expert < 0)[:, None], 0)
+
+
+def weight_grad(x: Tensor, grad: Tensor, expert: Tensor, transposed: bool, weight: Tensor) -> Tensor:
+    """Sum over each expert's rows, sorted first: a sum over copies would need atomics."""
+    layout = build_layout(expert[:, None], weight.shape[0])
+    rows, grads = x.index_select(0, layout.order), grad.index_select(0, layout.order)
+    return loop.weight_grad(rows, grads, layout.offsets, transposed, weight)
+
+
+def bias_grad(grad: Tensor, expert: Tensor, bias: Tensor) -> Tensor:
+    """Sum over each expert's rows, sorted first."""
+    layout = build_layout(expert[:, None], bias.shape[0])
+    return loop.bias_grad(grad.index_select(0, layout.order), layout.offsets, bias)

@@ -21,3 +21,29 @@ def poisoned(monkeypatch):
                 torch.full((2**power,), float("nan"))
 
     return leave_nan_behind
+
+
+@pytest.fixture
+def registered():
+    """Our names in transformers, for one test."""
+    import routed_experts as rx
+
+    rx.register_with_transformers()
+    yield
+    rx.unregister_from_transformers()
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """The backends that modules ask for, call by call."""
+    from routed_experts import calling
+
+    names: list[str] = []
+    run = calling.run_experts
+
+    def record(*args, backend, **kwargs):
+        names.append(backend)
+        return run(*args, backend=backend, **kwargs)
+
+    monkeypatch.setattr(calling, "run_experts", record)
+    return names

@@ -30,6 +30,17 @@ class State:
     dispatchers: frozenset[CodeType] = frozenset()
     replaced: frozenset[str] = frozenset()
 
+    def fill(
+        self, functions: Mapping[str, Callable[..., Any]], dispatchers: frozenset[CodeType], replaced: frozenset[str]
+    ) -> None:
+        """Take over what was registered; ``functions`` last, for it is what ``registered`` asks."""
+        self.dispatchers, self.replaced = dispatchers, replaced
+        self.functions = functions
+
+    def clear(self) -> None:
+        """Nothing is registered any more."""
+        self.functions, self.dispatchers, self.replaced = {}, frozenset(), frozenset()
+
     @property
     def registered(self) -> bool:
         """Tell whether names of ours mean anything in a config."""

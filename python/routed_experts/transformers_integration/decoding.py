@@ -1,12 +1,12 @@
 """The decode stage inside ``generate``: one switch after the prefill, one restore at the end.
 
-transformers opens its decode stage once per generation or once per token, by release, and not at all in beam
-search. Ours begins where it opens first, or after beam search's prefill, and lasts until the generation ends.
+transformers opens its decode stage once per generation or once per token, by release, in some releases not in
+assisted decoding, and never in beam search. Ours begins where theirs opens first, or after the prefill of these
+two, and lasts until the generation ends.
 """
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,8 +22,8 @@ from routed_experts.transformers_integration.adapter import Patch, PatchAdapter
 class Generation:
     """One running generation of one model, and what its decode stage has switched."""
 
-    def __init__(self, model: nn.Module, kind: str) -> None:
-        self.model, self.kind = model, kind
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
         self.begun = False
         self.undo: list[Callable[[], None]] = []
 
@@ -44,8 +44,8 @@ _running = _Running()
 
 
 @contextmanager
-def _generation(model: nn.Module, kind: str) -> Iterator[Generation]:
-    generation = Generation(model, kind)
+def _generation(model: nn.Module) -> Iterator[Generation]:
+    generation = Generation(model)
     _running.generations.append(generation)
     try:
         yield generation
@@ -59,7 +59,7 @@ def _innermost(model: nn.Module) -> Generation | None:
 
 
 class DecodeAdapter(PatchAdapter):
-    """``generate`` bounds the stage; the library's own decode stage begins it (greedy, sampling, assisted)."""
+    """``generate`` bounds the stage; the library's own decode stage begins it where nothing else has."""
 
     name = "decode stage"
 
@@ -68,20 +68,31 @@ class DecodeAdapter(PatchAdapter):
         from transformers.generation import GenerationMixin
 
         self.patches.append(Patch(GenerationMixin, "_optimize_model_for_decode", _begin_with_theirs))
-        self.patches.append(Patch(GenerationMixin, "generate", functools.partial(_bound, "generate")))
+        self.patches.append(Patch(GenerationMixin, "generate", _bound))
 
 
-class BeamSearchAdapter(PatchAdapter):
-    """Beam search has no decode stage of its own: it begins when its prefill has returned."""
+class PrefillAdapter(PatchAdapter):
+    """Beam search has no decode stage of its own: it begins when a generation's prefill has returned."""
 
-    name = "decode stage of beam search"
+    name = "decode stage after the prefill"
 
     def make_patches(self) -> None:
-        """Wrap the search and the prefill in it."""
+        """Wrap the prefill."""
         from transformers.generation import GenerationMixin
 
         self.patches.append(Patch(GenerationMixin, "_prefill", _begin_after_prefill))
-        self.patches.append(Patch(GenerationMixin, "_beam_search", functools.partial(_bound, "beam search")))
+
+
+class AssistedAdapter(PatchAdapter):
+    """Assisted decoding: it begins when the model's first call has returned, whether or not the library's does."""
+
+    name = "decode stage of assisted decoding"
+
+    def make_patches(self) -> None:
+        """Wrap the decoding method."""
+        from transformers.generation import GenerationMixin
+
+        self.patches.append(Patch(GenerationMixin, "_assisted_decoding", _begin_after_first_call))
 
 
 def _begin_with_theirs(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -90,7 +101,7 @@ def _begin_with_theirs(original: Callable[..., Any]) -> Callable[..., Any]:
         generation = _innermost(self)
         if generation is None:
             # A loop of the model's own, outside generate: the stage lasts as long as theirs.
-            with _generation(self, "loop") as loop:
+            with _generation(self) as loop:
                 loop.begin_decode()
                 with original(self):
                     yield
@@ -102,9 +113,9 @@ def _begin_with_theirs(original: Callable[..., Any]) -> Callable[..., Any]:
     return decode
 
 
-def _bound(kind: str, original: Callable[..., Any]) -> Callable[..., Any]:
+def _bound(original: Callable[..., Any]) -> Callable[..., Any]:
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with _generation(self, kind):
+        with _generation(self):
             return original(self, *args, **kwargs)
 
     return run
@@ -114,8 +125,27 @@ def _begin_after_prefill(original: Callable[..., Any]) -> Callable[..., Any]:
     def prefill(self: Any, *args: Any, **kwargs: Any) -> Any:
         outputs = original(self, *args, **kwargs)
         generation = _innermost(self)
-        if generation is not None and generation.kind == "beam search":
+        if generation is not None:
             generation.begin_decode()
         return outputs
 
     return prefill
+
+
+def _begin_after_first_call(original: Callable[..., Any]) -> Callable[..., Any]:
+    def assisted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with _generation(self) as generation:
+
+            def begin(*_: Any) -> None:
+                # A model that drafts for itself is called by the draft's own generation first.
+                if _innermost(self) is generation:
+                    hook.remove()
+                    generation.begin_decode()
+
+            hook = self.register_forward_hook(begin)
+            try:
+                return original(self, *args, **kwargs)
+            finally:
+                hook.remove()
+
+    return assisted

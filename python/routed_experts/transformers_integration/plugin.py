@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import warnings
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from routed_experts.backends.registry import REGISTRY
 from routed_experts.errors import BackendUnavailable
 from routed_experts.names import valid_names
 from routed_experts.transformers_integration.adapter import Adapter, Plan
-from routed_experts.transformers_integration.decoding import BeamSearchAdapter, DecodeAdapter
+from routed_experts.transformers_integration.decoding import AssistedAdapter, DecodeAdapter, PrefillAdapter
 from routed_experts.transformers_integration.get_method import GetMethodAdapter
 from routed_experts.transformers_integration.loading import LoadingAdapter
 from routed_experts.transformers_integration.registration import QuantizedRegistrationAdapter, RegistrationAdapter
@@ -24,7 +25,8 @@ ADAPTERS: tuple[Callable[[], Adapter], ...] = (
     GetMethodAdapter,
     LoadingAdapter,
     DecodeAdapter,
-    BeamSearchAdapter,
+    PrefillAdapter,
+    AssistedAdapter,
 )
 
 
@@ -57,9 +59,10 @@ class Plugin:
             if self._adapters is None:
                 return
             REGISTRY.watchers.remove(self.keep_in_step)
-            for adapter in reversed(self._adapters):
-                adapter.uninstall()
-            self._adapters, self._replace = None, False
+            adapters, self._adapters, self._replace = self._adapters, None, False
+            with contextlib.ExitStack() as stack:
+                for adapter in adapters:
+                    stack.callback(adapter.uninstall)
 
     def _install(self) -> None:
         plan = Plan(tuple(valid_names()), self._replace)
@@ -73,14 +76,14 @@ class Plugin:
         """Take out one adapter that does not fit, and leave the others; it is not tried again until unregistered."""
         assert self._adapters is not None
         self._adapters.remove(adapter)
-        try:
+        # It may have failed half-way; what it never did, it need not undo.
+        with contextlib.suppress(Exception):
             adapter.uninstall()
-        finally:
-            warnings.warn(
-                f"routed-experts: {adapter.name} does not fit this transformers and is left out ({error!r})",
-                RuntimeWarning,
-                stacklevel=5,
-            )
+        warnings.warn(
+            f"routed-experts: {adapter.name} does not fit this transformers and is left out ({error!r})",
+            RuntimeWarning,
+            stacklevel=5,
+        )
 
 
 _PLUGIN = Plugin()

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from routed_experts import config_names
+from routed_experts.config_names import STATE
 from routed_experts.names import to_config
 from routed_experts.transformers_integration.adapter import Plan
 from routed_experts.transformers_integration.forwards import ExpertsForward, forward_for
@@ -69,13 +69,12 @@ class RegistrationAdapter:
         functions = moe.ALL_EXPERTS_FUNCTIONS
         if any(functions[name] is not function for name, function in wanted.items()):
             raise RuntimeError("a registered function is not the one that is looked up")
-        config_names.STATE.functions = functions
-        config_names.STATE.dispatchers = frozenset([_dispatching_code(moe.use_experts_implementation)])
-        config_names.STATE.replaced = frozenset(replaced)
+        dispatchers = frozenset([_dispatching_code(moe.use_experts_implementation)])
+        STATE.fill(functions, dispatchers, frozenset(replaced))
 
     def uninstall(self) -> None:
         """Take our entries out."""
-        config_names.STATE.__init__()  # type: ignore[misc]
+        STATE.clear()
         self.entries.clear()
 
 

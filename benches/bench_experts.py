@@ -9,11 +9,14 @@ of ``auto`` to the best of transformers' functions.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
-import platform
 import statistics
+import sys
 import time
+from datetime import date
+from importlib import metadata
 from types import SimpleNamespace
 
 import click
@@ -139,6 +142,17 @@ def print_row(console, row):
         console.print(f"auto / best of transformers: {row['auto_to_best_peer']:.3f}")
 
 
+def setting(device):
+    """What a figure is worth nothing without: command, date, versions and machine."""
+    packages = ("routed-experts", "torch", "triton", "transformers")
+    installed = {name: metadata.version(name) for name in packages if importlib.util.find_spec(name.replace("-", "_"))}
+    machine = {"cores": os.cpu_count(), "threads": torch.get_num_threads(), "load": os.getloadavg()[0]}
+    if device == "cuda":
+        machine["device"] = torch.cuda.get_device_name()
+    command = " ".join(["python", *sys.argv])
+    return {"command": command, "date": f"{date.today()}", "versions": installed, "machine": machine}
+
+
 @click.command()
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu")
 @click.option("--shapes", default=",".join(SHAPES), help="Comma-separated names.")
@@ -157,13 +171,9 @@ def main(device, shapes, dtypes, tokens, seconds, most_copies, json_file):
                     row = measure(shape, getattr(torch, dtype), int(count), device, seconds, most_copies)
                     print_row(console, row)
                     rows.append(row)
-    machine = {"processor": platform.processor(), "cores": os.cpu_count(), "torch": torch.__version__}
-    machine |= {"threads": torch.get_num_threads(), "load": os.getloadavg()[0]}
-    if device == "cuda":
-        machine["device"] = torch.cuda.get_device_name()
     if json_file:
         with open(json_file, "w") as file:
-            json.dump({"machine": machine, "rows": rows}, file, indent=1)
+            json.dump({**setting(device), "rows": rows}, file, indent=1)
 
 
 if __name__ == "__main__":

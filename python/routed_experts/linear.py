@@ -18,12 +18,15 @@ from routed_experts.combine import wants_grad
 def expert_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, routing: Tensor, transposed: bool, way: str
 ) -> Tensor:
-    """Rows times their experts' matrices, (S, D) -> (S, N), in one of the ways of ``products.WAYS``."""
+    """Rows times their experts' matrices, (S, D) -> (S, N), in one of the ways of ``products.WAYS``.
+
+    Rows without an expert are only cleared where a backward could carry what they hold into a gradient.
+    """
     if torch.compiler.is_compiling():
         return torch.ops.routed_experts.expert_linear(x, weight, bias, routing, transposed, way)
     if wants_grad(x, weight, bias):
         return products.ExpertLinear.apply(x, weight, bias, routing, transposed, way)
-    return products.multiply(x, weight, bias, routing, transposed, way)
+    return products.multiply(x, weight, bias, routing, transposed, way, clean=False)
 
 
 @torch.library.custom_op("routed_experts::expert_linear", mutates_args=())

@@ -60,7 +60,7 @@ class Spec:
 
     and back come ``tokens`` (T, H), weighted and summed (only from ``routing``, which has the weights); ``slots``
     (S, H), in pair order; or ``rows``, in the order they were handed over (not from ``routing``, which hands
-    over none). Rows of sentinels must read 0 in slots and rows.
+    over none). Rows of sentinels hold their token; what comes back for them is not read.
 
     ``decode_as`` names the backend that takes over in the decode stage on an accelerator ("" for none);
     ``load_time_only`` marks one that reshapes weights, so it is neither entered nor left after loading.

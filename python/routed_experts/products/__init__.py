@@ -2,8 +2,8 @@
 
 S rows, E experts, D the width of a row, N the width of a result. A weight is (E, N, D) and y = x @ W.T, or
 (E, D, N) transposed and y = x @ W. ``routing`` is what a way goes by: the offsets of rows sorted by expert, or
-every row's expert, -1 for none. Rows without an expert read 0, in results and in gradients. Weights whose dtype
-differs from the rows' (autocast) are cast an expert or a chunk at a time wherever the way allows it.
+every row's expert, -1 for none. Rows without an expert read 0 in results that are to be ``clean`` and in gradients;
+otherwise they are left as they were in memory. Weights whose dtype differs from the rows' (autocast) are cast an expert or a chunk at a time wherever the way allows it.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from routed_experts.products import copies, gemm, loop
 
 
 class Way(NamedTuple):
-    """One way to multiply: (x, weight, bias, routing, transposed), and the sums its backward needs."""
+    """One way to multiply: (x, weight, bias, routing, transposed, clean), and the sums its backward needs."""
 
-    linear: Callable[[Tensor, Tensor, Tensor | None, Tensor, bool], Tensor]
+    linear: Callable[[Tensor, Tensor, Tensor | None, Tensor, bool, bool], Tensor]
     weight_grad: Callable[[Tensor, Tensor, Tensor, bool, Tensor], Tensor]
     bias_grad: Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -33,9 +33,11 @@ WAYS = {
 }
 
 
-def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, routing: Tensor, transposed: bool, way: str) -> Tensor:
+def multiply(
+    x: Tensor, weight: Tensor, bias: Tensor | None, routing: Tensor, transposed: bool, way: str, *, clean: bool = True
+) -> Tensor:
     """Rows times their experts' matrices: (S, D) -> (S, N)."""
-    return WAYS[way].linear(x.contiguous(), weight, bias, routing, transposed)
+    return WAYS[way].linear(x.contiguous(), weight, bias, routing, transposed, clean)
 
 
 def gradients(
@@ -51,7 +53,7 @@ def gradients(
     """Gradients of rows, weight and bias; ``needs`` says which are wanted."""
     ways = WAYS[way]
     grad, x = grad.contiguous(), x.contiguous()
-    grad_x = ways.linear(grad, weight, None, routing, not transposed) if needs[0] else None
+    grad_x = ways.linear(grad, weight, None, routing, not transposed, True) if needs[0] else None
     grad_weight = ways.weight_grad(x, grad, routing, transposed, weight) if needs[1] else None
     grad_bias = ways.bias_grad(grad, routing, bias) if needs[2] and bias is not None else None
     return grad_x, grad_weight, grad_bias

@@ -8,6 +8,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from routed_experts.combine import take_rows
 from routed_experts.facts import BATCHED_BYTES, batched_budget
 from routed_experts.layout import build_layout
 from routed_experts.products import loop
@@ -36,12 +37,12 @@ def _chunks(expert: Tensor, weight: Tensor, dtype: torch.dtype) -> list[tuple[in
 
 
 def _copies(weight: Tensor, expert: Tensor) -> Tensor:
-    """One copy of its matrix for every pair; indexing copies large rows at full bandwidth, index_select does not."""
-    return weight[expert]
+    """One copy of its matrix for every pair."""
+    return take_rows(weight, expert)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, expert: Tensor, transposed: bool) -> Tensor:
-    """Rows in any order times copies of their experts' matrices: (S, D) -> (S, N), 0 where expert is -1."""
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, expert: Tensor, transposed: bool, clean: bool) -> Tensor:
+    """Rows in any order times copies of their experts' matrices: (S, D) -> (S, N)."""
     out = x.new_empty(x.shape[0], weight.shape[2 if transposed else 1])
     safe = expert.clamp(min=0)
     for start, end in _chunks(expert, weight, x.dtype):
@@ -49,18 +50,18 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, expert: Tensor, trans
         matrices = copies.mT if transposed else copies
         torch.bmm(matrices, x[start:end, :, None], out=out[start:end, :, None])
     if bias is not None:
-        out += bias.to(x.dtype).index_select(0, safe)
-    return out.masked_fill_((expert < 0)[:, None], 0)
+        out += take_rows(bias.to(x.dtype), safe)
+    return out.masked_fill_((expert < 0)[:, None], 0) if clean else out
 
 
 def weight_grad(x: Tensor, grad: Tensor, expert: Tensor, transposed: bool, weight: Tensor) -> Tensor:
     """Sum over each expert's rows, sorted first: a sum over copies would need atomics."""
     layout = build_layout(expert[:, None], weight.shape[0])
-    rows, grads = x.index_select(0, layout.order), grad.index_select(0, layout.order)
+    rows, grads = take_rows(x, layout.order), take_rows(grad, layout.order)
     return loop.weight_grad(rows, grads, layout.offsets, transposed, weight)
 
 
 def bias_grad(grad: Tensor, expert: Tensor, bias: Tensor) -> Tensor:
     """Sum over each expert's rows, sorted first."""
     layout = build_layout(expert[:, None], bias.shape[0])
-    return loop.bias_grad(grad.index_select(0, layout.order), layout.offsets, bias)
+    return loop.bias_grad(take_rows(grad, layout.order), layout.offsets, bias)

@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from routed_experts.combine import take_rows
+
 
 def _owned(offsets: Tensor, rows: int) -> Tensor:
     return (torch.arange(rows, device=offsets.device, dtype=torch.int32) < offsets[-1])[:, None]
@@ -21,14 +23,14 @@ def _grouped_mm(x: Tensor, matrix: Tensor, offsets: Tensor) -> Tensor:
     return grouped_mm(x, matrix, offs=offsets)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor, transposed: bool) -> Tensor:
-    """Sorted rows times their experts' matrices: (S, D) -> (S, N), 0 past the last offset."""
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor, transposed: bool, clean: bool) -> Tensor:
+    """Sorted rows times their experts' matrices: (S, D) -> (S, N)."""
     # A cast under autocast copies the stack, as autocast does for every linear layer.
     out = _grouped_mm(x, (weight if transposed else weight.mT).to(x.dtype), offsets)
     if bias is not None:
-        out = out + bias.to(x.dtype).index_select(0, _row_expert(offsets, x.shape[0]))
+        out = out + take_rows(bias.to(x.dtype), _row_expert(offsets, x.shape[0]))
     # The kernel leaves rows past the last offset as they were in memory, NaN included.
-    return out.masked_fill(~_owned(offsets, x.shape[0]), 0)
+    return out.masked_fill(~_owned(offsets, x.shape[0]), 0) if clean else out
 
 
 def weight_grad(x: Tensor, grad: Tensor, offsets: Tensor, transposed: bool, weight: Tensor) -> Tensor:

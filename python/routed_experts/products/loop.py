@@ -16,8 +16,8 @@ def _groups(offsets: Tensor) -> Iterator[tuple[int, int, int]]:
         start = end
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor, transposed: bool) -> Tensor:
-    """Sorted rows times their experts' matrices: (S, D) -> (S, N), 0 past the last offset."""
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor, transposed: bool, clean: bool) -> Tensor:
+    """Sorted rows times their experts' matrices: (S, D) -> (S, N)."""
     out = x.new_empty(x.shape[0], weight.shape[2 if transposed else 1])
     end = 0
     for expert, start, end in _groups(offsets):
@@ -28,7 +28,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor, tran
             torch.mm(x[start:end], matrix, out=out[start:end])
         else:
             torch.addmm(bias[expert].to(x.dtype), x[start:end], matrix, out=out[start:end])
-    out[end:].zero_()
+    if clean:
+        out[end:].zero_()
     return out
 
 

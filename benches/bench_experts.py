@@ -144,8 +144,9 @@ def print_row(console, row):
 
 def setting(device):
     """What a figure is worth nothing without: command, date, versions and machine."""
-    packages = ("routed-experts", "torch", "triton", "transformers")
-    installed = {name: metadata.version(name) for name in packages if importlib.util.find_spec(name.replace("-", "_"))}
+    others = ("torch", "triton", "transformers")
+    installed = {name: metadata.version(name) for name in others if importlib.util.find_spec(name)}
+    installed["routed-experts"] = rx.__version__
     machine = {"cores": os.cpu_count(), "threads": torch.get_num_threads(), "load": os.getloadavg()[0]}
     if device == "cuda":
         machine["device"] = torch.cuda.get_device_name()
@@ -172,8 +173,9 @@ def main(device, shapes, dtypes, tokens, seconds, most_copies, json_file):
                     print_row(console, row)
                     rows.append(row)
     if json_file:
+        report = json.dumps({**setting(device), "rows": rows}, indent=1)
         with open(json_file, "w") as file:
-            json.dump({**setting(device), "rows": rows}, file, indent=1)
+            file.write(report)
 
 
 if __name__ == "__main__":

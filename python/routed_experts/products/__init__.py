@@ -2,8 +2,9 @@
 
 S rows, E experts, D the width of a row, N the width of a result. A weight is (E, N, D) and y = x @ W.T, or
 (E, D, N) transposed and y = x @ W. ``routing`` is what a way goes by: the offsets of rows sorted by expert, or
-every row's expert, -1 for none. Rows without an expert read 0 in results that are to be ``clean`` and in gradients;
-otherwise they are left as they were in memory. Weights whose dtype differs from the rows' (autocast) are cast an expert or a chunk at a time wherever the way allows it.
+every row's expert, -1 for none. Rows without an expert read 0 in gradients and in results that are to be
+``clean``; otherwise they are left as they were in memory. Weights whose dtype differs from the rows' (autocast)
+are cast an expert or a chunk at a time wherever the way allows it.
 """
 
 from __future__ import annotations

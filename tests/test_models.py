@@ -1,4 +1,4 @@
-"""set_experts_implementation, get_experts_implementation and decode_stage on plain torch models."""
+"""set_experts_implementation and get_experts_implementation on plain torch models."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.nn.functional as F
 from modules_oracle import draw_parameters, experts_loop, routing
 from torch import nn
+from toy_models import FRESH, KEYS, Batched, Composite, Config, E, Foreign, H, I, Own, Packed, Stack, gate, state
 
-from routed_experts import calling
 from routed_experts.backends.registry import backends
-from routed_experts.decorator import use_experts_implementation
 from routed_experts.errors import (
     DtypeError,
     LayoutError,
@@ -23,140 +21,8 @@ from routed_experts.errors import (
     UnknownBackend,
     UnsupportedExperts,
 )
-from routed_experts.models import decode_stage, get_experts_implementation, set_experts_implementation
+from routed_experts.models import get_experts_implementation, set_experts_implementation
 from routed_experts.modules import RoutedExperts
-from routed_experts.switching import AttributeSwitch, ForwardSwitch
-
-E, H, I = 4, 8, 8  # noqa: E741
-
-
-class Foreign(nn.Module):
-    """Experts of another library: no decorator of ours, own argument names, a forward we can recognise."""
-
-    def __init__(self, config: object = None, device: str = "cpu") -> None:
-        super().__init__()
-        self.num_experts = E
-        self.is_transposed = False
-        self.gate_up_proj = nn.Parameter(torch.empty(E, 2 * I, H, device=device))
-        self.down_proj = nn.Parameter(torch.empty(E, H, I, device=device))
-        self.act_fn = nn.SiLU()
-        if config is not None:
-            self.config = config
-
-    def forward(self, hidden_states, router_indices=None, routing_weights=None):
-        return torch.full_like(hidden_states, 7.0)
-
-
-@use_experts_implementation
-class Own(Foreign):
-    """The same, built on this package."""
-
-    def forward(self, hidden_states, top_k_index, top_k_weights):
-        return torch.full_like(hidden_states, 9.0)
-
-
-class Batched(nn.Module):
-    """Experts in the way of llama4: sorted rows in, no routing arguments, no flag for transposed weights."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_experts = E
-        self.gate_up_proj = nn.Parameter(torch.randn(E, H, 2 * I))
-        self.down_proj = nn.Parameter(torch.randn(E, I, H))
-        self.act_fn = nn.SiLU()
-
-    def forward(self, hidden_states):
-        return hidden_states
-
-
-class Packed(nn.Module):
-    """Experts in the way of dbrx: one 2-D matrix for all."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_experts = E
-        self.w1 = nn.Parameter(torch.randn(E * I, H))
-
-
-class Stack(nn.Module):
-    """A plain torch model of the given experts."""
-
-    def __init__(self, *experts: nn.Module) -> None:
-        super().__init__()
-        self.inlet = nn.Linear(H, H)
-        self.layers = nn.ModuleList(nn.ModuleDict({"experts": module}) for module in experts)
-
-    def forward(self, x, index, weights):
-        for layer in self.layers:
-            x = layer["experts"](x, index, weights)
-        return x
-
-
-class Config:
-    """As much of a transformers config as the switch reads."""
-
-    def __init__(self, **sub_configs: Config | None) -> None:
-        self.sub_configs = dict.fromkeys(sub_configs, Config)
-        self._experts_implementation_internal: str | None = "grouped_mm"
-        self.__dict__.update(sub_configs)
-
-    @property
-    def _experts_implementation(self) -> str | None:
-        return self._experts_implementation_internal
-
-
-class Composite(nn.Module):
-    """Two backbones with experts, and a sub-config without any."""
-
-    def __init__(self, device: str = "cpu", audio_device: str | None = None) -> None:
-        super().__init__()
-        self.config = Config(text_config=Config(), audio_config=Config(), vision_config=Config(), absent_config=None)
-        self.text = Stack(Foreign(self.config.text_config, device), Foreign(self.config.text_config, device))
-        self.audio = nn.ModuleDict({"experts": Foreign(None, audio_device or device)})
-        self.audio.config = self.config.audio_config
-
-
-KEYS = ["", "text_config", "audio_config", "vision_config"]
-
-# The audio experts hold no config, as undecorated classes do: whatever it says, they run their own forward.
-FRESH = dict.fromkeys(KEYS, "transformers:grouped_mm") | {"audio_config": "transformers:eager"}
-
-
-def gate(u: torch.Tensor) -> torch.Tensor:
-    return F.silu(u[..., :I]) * u[..., I:]
-
-
-def state(model: nn.Module) -> list[object]:
-    """Everything a switch may touch, module by module."""
-    return [{k: v for k, v in m.__dict__.items() if not k.startswith("_p")} for m in model.modules()]
-
-
-@pytest.fixture
-def asked(monkeypatch):
-    names: list[str] = []
-    run = calling.run_experts
-
-    def record(*args, backend, **kwargs):
-        names.append(backend)
-        return run(*args, backend=backend, **kwargs)
-
-    monkeypatch.setattr(calling, "run_experts", record)
-    return names
-
-
-@pytest.fixture
-def writes(monkeypatch):
-    """Every (module class, name) that a switch writes, in order."""
-    seen: list[str] = []
-    for switch in (AttributeSwitch, ForwardSwitch):
-        write = switch.write
-
-        def record(self, module, name, write=write):
-            seen.append(name)
-            write(self, module, name)
-
-        monkeypatch.setattr(switch, "write", record)
-    return seen
 
 
 @pytest.mark.parametrize("backend", ["auto", "eager", "batched_mm", "grouped_mm"])
@@ -451,101 +317,3 @@ def test_copies_of_a_switched_model_run_on_their_own_weights(duplicate):
     set_experts_implementation(twin, FRESH)
     assert get_experts_implementation(twin) == FRESH
     assert get_experts_implementation(model)["text_config"] == "eager"
-
-
-def test_decode_stage_switches_on_an_accelerator_and_restores(writes):
-    model = Composite("meta")
-    set_experts_implementation(model, {"": "grouped_mm", "audio_config": "eager"})
-    before = get_experts_implementation(model)
-    writes.clear()
-    with decode_stage(model):
-        inside = get_experts_implementation(model)
-    assert inside == {k: "batched_mm" if v == "grouped_mm" else v for k, v in before.items()}
-    assert get_experts_implementation(model) == before
-    assert writes == ["batched_mm", "batched_mm", "grouped_mm", "grouped_mm"]
-
-
-def test_decode_stage_on_own_modules(writes):
-    model = Stack(RoutedExperts(E, H, I, experts_implementation="grouped_mm", device="meta"))
-    with decode_stage(model):
-        assert get_experts_implementation(model) == {"": "batched_mm"}
-    assert writes == ["batched_mm", "grouped_mm"]
-
-
-def test_decode_stage_leaves_the_cpu_alone(writes):
-    model = Composite()
-    set_experts_implementation(model, "grouped_mm")
-    writes.clear()
-    with decode_stage(model):
-        assert get_experts_implementation(model) == dict.fromkeys(KEYS, "grouped_mm")
-    assert writes == []
-
-
-def test_decode_stage_asks_for_the_device_of_the_experts():
-    """B70: the first parameter of the model is on the CPU, the experts of one sub-model are not."""
-    model = Composite("meta", audio_device="cpu")
-    assert next(model.parameters()).device.type == "cpu"
-    set_experts_implementation(model, "grouped_mm")
-    with decode_stage(model):
-        found = get_experts_implementation(model)
-    assert (found["text_config"], found["audio_config"]) == ("batched_mm", "grouped_mm")
-
-
-def test_decode_stage_leaves_library_functions_alone(writes):
-    model = Composite("meta")
-    with decode_stage(model):
-        assert get_experts_implementation(model) == FRESH
-    assert writes == []
-
-
-def test_nested_decode_stage_switches_once_and_restores_once(writes):
-    model = Stack(Foreign(device="meta"))
-    set_experts_implementation(model, "grouped_mm")
-    writes.clear()
-    with decode_stage(model):
-        with decode_stage(model), decode_stage(model.layers):
-            assert get_experts_implementation(model) == {"": "batched_mm"}
-        assert get_experts_implementation(model) == {"": "batched_mm"}
-    assert writes == ["batched_mm", "grouped_mm"]
-
-
-def test_decode_stage_restores_after_an_exception(writes):
-    model = Composite("meta")
-    set_experts_implementation(model, "grouped_mm")
-
-    def generate():
-        with decode_stage(model):
-            for step in range(16):
-                if step == 3:
-                    raise InterruptedError
-
-    with pytest.raises(InterruptedError):
-        generate()
-    assert get_experts_implementation(model) == dict.fromkeys(KEYS, "grouped_mm")
-
-
-def test_decode_stage_undoes_a_switch_that_failed_half_way(monkeypatch):
-    model = Stack(RoutedExperts(E, H, I, experts_implementation="grouped_mm", device="meta"), Own(device="meta"))
-    set_experts_implementation(model, "grouped_mm")
-    write = AttributeSwitch.write
-
-    def fail(self, module, name):
-        if isinstance(module, Own):
-            raise MemoryError
-        write(self, module, name)
-
-    monkeypatch.setattr(AttributeSwitch, "write", fail)
-    with pytest.raises(MemoryError), decode_stage(model):
-        pass
-    assert get_experts_implementation(model) == {"": "grouped_mm"}
-
-
-def test_interleaved_decode_stages_end_where_they_began():
-    model = Stack(Foreign(device="meta"))
-    set_experts_implementation(model, "grouped_mm")
-    first, second = decode_stage(model), decode_stage(model)
-    first.__enter__()
-    second.__enter__()
-    first.__exit__(None, None, None)
-    second.__exit__(None, None, None)
-    assert get_experts_implementation(model) == {"": "grouped_mm"}

@@ -278,20 +278,6 @@ class Normed(Plain):
         self.post_expert_norm = nn.RMSNorm(H, eps=1e-6).double()
 
 
-@pytest.fixture
-def asked(monkeypatch):
-    """The backend of every call that reaches run_experts, which still runs."""
-    names: list[str] = []
-    run = calling.run_experts
-
-    def record(*args, backend, **kwargs):
-        names.append(backend)
-        return run(*args, backend=backend, **kwargs)
-
-    monkeypatch.setattr(calling, "run_experts", record)
-    return names
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_decorated_class_with_own_gate(backend, asked):
     experts = Decorated()

@@ -129,7 +129,8 @@ def build(case, seed=0):
         flags["post_expert_norm"] = rms_norm
     x = normal(case.tokens, 2 * hidden)[:, ::2] if case.strided else normal(case.tokens, hidden)
     index = _route(case, g).to(case.index_dtype)
-    weights = torch.randn(case.tokens, case.top_k, generator=g, dtype=torch.float64)
+    # Positive, as a router's are: slots of opposite sign cancel, and the error is taken relative to what is left.
+    weights = 0.1 + torch.rand(case.tokens, case.top_k, generator=g, dtype=torch.float64)
     weights = weights.to(case.weights_dtype or case.dtype)
     if case.strided:
         index, weights = index.t().contiguous().t(), weights.t().contiguous().t()

@@ -58,7 +58,8 @@ def run_all_rows(case, device="cpu", seed=0, slack=1):
         assert relative_error(out.detach().cpu(), wanted) <= TOLERANCE[case.dtype], (row.name, row.path)
         out.backward(cotangent.to(device, case.dtype))
         for name, leaf in fresh.items():
-            check_gradient(row, name, leaf, wanted_grads[name], case.dtype, slack if smooth else float("inf"))
+            alone = 8 if case.tokens == 1 else 1  # one token: each gradient is one product, which can cancel
+            check_gradient(row, name, leaf, wanted_grads[name], case.dtype, slack * alone if smooth else float("inf"))
         ran.append((row.name, row.path))
     return ran
 
@@ -74,8 +75,8 @@ def check_gradient(row, name, leaf, wanted, dtype, slack):
     assert leaf.grad.dtype == leaf.dtype, where
     if name not in ("x", "weights") and leaf.grad.numel():
         assert leaf.grad.stride() == leaf.stride(), where
-    few = 10 if leaf.numel() < 8 else 1  # the largest of a few dot products may itself be a cancelled one
-    bound = 2 * slack * few * max(TOLERANCE[dtype], TOLERANCE[leaf.dtype])
+    few = 4 if leaf.numel() < 64 else 1  # the largest of a few dot products may itself be a cancelled one
+    bound = 3 * slack * few * max(TOLERANCE[dtype], TOLERANCE[leaf.dtype])
     assert relative_error(leaf.grad.cpu(), wanted) <= bound, where
 
 
@@ -158,7 +159,7 @@ def test_a_broken_backend_fails_the_comparison():
     wanted, wanted_grads, _, _ = oracle_of(case, inputs, index, flags)
     assert relative_error(1.05 * wanted, wanted) > TOLERANCE[torch.bfloat16]
     for grad in wanted_grads.values():
-        assert relative_error(1.05 * grad, grad) > 2 * TOLERANCE[torch.bfloat16]
+        assert relative_error(1.05 * grad, grad) > 3 * TOLERANCE[torch.bfloat16]
     broken = rx.ExpertWeights(**tensors | {"down_proj": tensors["down_proj"] * 1.05}, **flags)
     out = rx.run_experts(x, index, weights, broken, backend="grouped_mm", weights_on=case.weights_on)
     if flags.get("post_expert_norm") is None:

@@ -156,22 +156,24 @@ class ExpertWeights:
         shape = check_tensors(tensors, has_gate, declared["is_transposed"], num_experts)
         down = tensors["down_proj"]
         assert down is not None  # check_declaration
-        self.__dict__.update(
-            declared,
-            activation=activation,
-            activation_name=name,
-            act_fn=activation if name is None else gates.ACTIVATIONS[name],
-            has_gate=has_gate,
-            num_experts=shape[0],
-            hidden_size=shape[1],
-            intermediate_size=shape[2],
-            dtype=down.dtype,
-            device=down.device,
-            quantization=None,
-            _tensors=tensors,
-            _module=None,
-            _choices={},
-        )
+        values = {
+            **declared,
+            "activation": activation,
+            "activation_name": name,
+            "act_fn": activation if name is None else gates.ACTIVATIONS[name],
+            "has_gate": has_gate,
+            "num_experts": shape[0],
+            "hidden_size": shape[1],
+            "intermediate_size": shape[2],
+            "dtype": down.dtype,
+            "device": down.device,
+            "quantization": None,
+            "_tensors": tensors,
+            "_module": None,
+            "_choices": {},
+        }
+        for key, value in values.items():
+            object.__setattr__(self, key, value)  # the compiler of torch 2.9 cannot trace __dict__.update
 
     def __getattr__(self, name: str) -> Any:
         # Only weights of from_module lack attributes: theirs are those that the module has now.

@@ -123,7 +123,8 @@ def build(case, seed=0):
     up_name = "gate_up_proj" if is_gated else "up_proj"
     tensors = {up_name: matrix(width, hidden), "down_proj": matrix(hidden, inner)}
     if case.bias:
-        tensors |= {up_name + "_bias": normal(experts, width), "down_proj_bias": normal(experts, hidden)}
+        biases = {up_name + "_bias": width, "down_proj_bias": hidden}
+        tensors |= {name: normal(experts, size, scale=0.3) for name, size in biases.items()}
     flags = {"is_transposed": case.is_transposed, "is_concatenated": case.is_concatenated} | _gate_flags(case.gate)
     if case.norm:
         flags["post_expert_norm"] = rms_norm

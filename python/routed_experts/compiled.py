@@ -136,14 +136,6 @@ def _run(
 
 
 @_run.register_fake
-def _(
-    x: Tensor,
-    index: Tensor,
-    weights: Tensor,
-    tensors: list[Tensor | None],
-    declared: str,
-    dtype: torch.dtype,
-    weights_on: str,
-    expert_parallel: bool,
-) -> Tensor:
+def _(x: Tensor, *rest: Any) -> Tensor:
+    _index, _weights, _tensors, _declared, dtype, *_ = rest
     return x.new_empty(x.shape, dtype=dtype)

@@ -40,7 +40,7 @@ def run(call: Call, weights_on: str, how: dict[str, Any]) -> Tensor:
             call.index_TK,
             call.weights_TK,
             call.experts.tensors(),
-            _declared(call.experts),
+            declared(call.experts),
             call.dtype,
             weights_on,
             how["expert_parallel"],
@@ -87,15 +87,18 @@ def _pin(key: str, fields: dict[str, Any], device: str, asked: selection.Asked) 
     return key
 
 
-def _declared(experts: ExpertWeights) -> str:
-    """The declared layout as text: operators take no objects, and text is the same in every process."""
+def declared(experts: ExpertWeights) -> str:
+    """The declared layout as text: operators take no objects, and text is the same in every process.
+
+    A function of the user's own has no name: whoever declares such experts runs the function outside the operator.
+    """
     return (
-        f"{experts.activation_name};{_constant(experts.swiglu_limit)};{_constant(experts.swiglu_alpha)};"
+        f"{experts.activation_name or 'identity'};{_constant(experts.swiglu_limit)};{_constant(experts.swiglu_alpha)};"
         f"{experts.is_transposed};{experts.is_concatenated}"
     )
 
 
-def _experts_of(tensors: list[Tensor | None], declared: str) -> ExpertWeights:
+def experts_of(tensors: list[Tensor | None], declared: str) -> ExpertWeights:
     """Weights of one operator call; the checks run once a layout."""
     named = dict(zip(TENSOR_NAMES, tensors, strict=True))
     signature = (
@@ -130,7 +133,7 @@ def _run(
 ) -> Tensor:
     from routed_experts.moe import Call, choose, execute
 
-    call = Call(_experts_of(tensors, declared), x, index, weights, dtype)
+    call = Call(experts_of(tensors, declared), x, index, weights, dtype)
     how = {"backend": "auto", "training": False, "expert_parallel": expert_parallel, "process_group": False}
     return execute(choose(call, how), call, weights_on)
 

@@ -1,18 +1,59 @@
-"""`fused`: our own kernels, Triton on CUDA and Rust on CPU. Requirements only: not in this version."""
+"""`fused`: our own kernels, Triton on CUDA; on CPU in Rust, not in this version.
+
+Two launches for few pairs: every first pair of an expert leads its rows through the first product and the gate,
+then through the second; the last program of a column block weighs and sums. Above, ids are sorted on the device and
+cut into tiles, and the weighted sum is a launch of its own. A gate or norm of one's own stands between the launches
+as it is.
+"""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
 from routed_experts.backends.not_yet import refuse
-from routed_experts.backends.spec import Backend, Spec
+from routed_experts.backends.spec import Backend, Cost, Spec
+from routed_experts.fused_operators import traced
+from routed_experts.mlp import expert_mlp
+
+if TYPE_CHECKING:
+    from routed_experts.weights import ExpertWeights
 
 # Gates, norms and layouts of every kind are run, fused or as a step of their own; so little is asked.
 _ANYWHERE = (
     {"kind": "dtype", "any_of": ["float32", "bfloat16", "float16"]},
     {"kind": "dynamic_activation_scales"},
-    {"kind": "not_in_this_version"},
+    {"kind": "unquantized"},
 )
 
-# No cost until there is code to measure.
+
+def run(experts: ExpertWeights, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    """Run the experts of every token and sum over slots: (T, H) in the dtype of x."""
+    in_one = experts.gate is None and experts.activation_name is not None and experts.post_expert_norm is None
+    if torch.compiler.is_compiling():
+        return traced(experts, x_TH, index_TK, weights_TK, in_one=in_one)
+    # Triton is an optional package and takes a second to import.
+    if in_one:
+        from routed_experts.kernels.fused import run_fused
+
+        return run_fused(experts, x_TH, index_TK, weights_TK)
+    return _in_steps(experts, x_TH, index_TK, weights_TK)
+
+
+def _in_steps(experts: ExpertWeights, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    from routed_experts.kernels import steps
+
+    slots_SH = expert_mlp(
+        experts,
+        x_TH,
+        lambda x: steps.up_rows(experts, x, index_TK),
+        lambda a: steps.down_rows(experts, a, index_TK),
+    )
+    return steps.weigh_rows(experts, slots_SH, index_TK, weights_TK)
+
+
 BACKEND = Backend(
     rows=(
         (
@@ -22,18 +63,17 @@ BACKEND = Backend(
                 devices=("cuda",),
                 requires=(
                     *_ANYWHERE,
+                    {"kind": "no_gradient"},
                     {"kind": "capability", "min": (8, 0)},
-                    {
-                        # The E4M3 conversion instructions begin with SM89.
-                        "kind": "when",
-                        "formats": ["fp8_block", "mxfp8", "fp8_tensor"],
-                        "then": {"kind": "capability", "min": (8, 9)},
-                    },
                     {"kind": "package", "name": "triton", "min": "3.3"},
                 ),
+                cost={"cuda": Cost(call_us=45, bytes_per_us=4e6, flops_per_us=4.5e8)},
             ),
+            run,
+        ),
+        (
+            Spec(name="fused", path="rust", devices=("cpu",), requires=(*_ANYWHERE, {"kind": "not_in_this_version"})),
             refuse,
         ),
-        (Spec(name="fused", path="rust", devices=("cpu",), requires=_ANYWHERE), refuse),
     )
 )

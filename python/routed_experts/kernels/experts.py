@@ -1,0 +1,199 @@
+"""The two products of an expert, gate and routing weight included, as Triton kernels.
+
+Letters: T tokens, K slots a token, S = T*K pairs, H hidden size, I intermediate size, M rows of a tile, N columns
+of a tile, D the summed dimension (H up, I down). Rows between the kernels are numbered by pair.
+
+A program computes one tile: some rows of one expert, and BLOCK_N of its columns. Where its rows come from is
+the difference between the two regimes:
+
+* by pair (few pairs): no sort. Program ``p`` of axis 0 stands for pair ``p``; the first pair of each expert leads
+  and takes every row of that expert, so that weights are read once for each distinct expert.
+* by tile: program ``i`` takes tile ``i`` of :func:`kernels.layout.sorted_tiles`, largest experts first.
+
+Axis 1 is the column block. Programs of one expert's tiles are neighbours on axis 0 and share its weights in L2.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from routed_experts.kernels.gates import activate, gate_pair
+from routed_experts.kernels.product import load_bias, product
+from routed_experts.kernels.rows import pairs_of_ranks, rows_of_pair, rows_of_tile
+from routed_experts.kernels.weigh import weigh_block
+
+# fmt: off
+# One group of arguments a line: kernels have many, and a line each would hide what they are.
+
+
+@triton.jit
+def _up_tile(
+    x, weight, bias, out, expert, pair_M, mask_M,
+    K: tl.constexpr, HIDDEN: tl.constexpr, INNER: tl.constexpr,
+    X_T: tl.constexpr, X_H: tl.constexpr, W_E: tl.constexpr, W_N: tl.constexpr, W_D: tl.constexpr,
+    BIAS_E: tl.constexpr, BIAS_N: tl.constexpr,
+    GATE: tl.constexpr, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    EVEN: tl.constexpr, SWAP: tl.constexpr, PRECISION: tl.constexpr,
+):
+    """One tile of the first product and its gate.
+
+    GATE: ``none`` stores act(u), ``raw`` u itself for a gate of the user's own; ``halves`` and ``pairs`` say where
+    gate and up stand among the 2I columns. Column j of the product is column j//2 of its half, so that a thread
+    holds both parts of a gated unit.
+    """
+    rows_M = x + (pair_M // K).to(tl.int64) * X_T
+    matrix = weight + expert.to(tl.int64) * W_E
+    begin, end = tl.full((), 0, tl.int32), tl.full((), HIDDEN, tl.int32)
+    block = tl.program_id(1)
+    if GATE == "none" or GATE == "raw":
+        column_N = block * BLOCK_N + tl.arange(0, BLOCK_N)
+        acc = product(rows_M, mask_M, matrix, column_N, begin, end, HIDDEN, INNER, X_H, W_N, W_D,
+                       BLOCK_M, BLOCK_N, BLOCK_D, EVEN, SWAP, PRECISION)
+        if bias is not None:
+            acc += load_bias(bias, expert, column_N, INNER, BIAS_E, BIAS_N)[None, :]
+        if GATE == "none":
+            acc = activate(acc, ACTIVATION)
+    elif GATE == "halves" and W_D != 1:
+        # Columns are contiguous: two products, for one over both halves would read single elements.
+        column_N = block * BLOCK_N + tl.arange(0, BLOCK_N)
+        upper = matrix + INNER * W_N
+        gate = product(rows_M, mask_M, matrix, column_N, begin, end, HIDDEN, INNER, X_H, W_N, W_D,
+                        BLOCK_M, BLOCK_N, BLOCK_D, EVEN, SWAP, PRECISION)
+        linear = product(rows_M, mask_M, upper, column_N, begin, end, HIDDEN, INNER, X_H, W_N, W_D,
+                          BLOCK_M, BLOCK_N, BLOCK_D, EVEN, SWAP, PRECISION)
+        if bias is not None:
+            gate += load_bias(bias, expert, column_N, INNER, BIAS_E, BIAS_N)[None, :]
+            linear += load_bias(bias + INNER * BIAS_N, expert, column_N, INNER, BIAS_E, BIAS_N)[None, :]
+        acc = gate_pair(gate, linear, ACTIVATION, LIMIT, ALPHA)
+    else:
+        both = block * 2 * BLOCK_N + tl.arange(0, 2 * BLOCK_N)
+        if GATE == "halves":
+            # Behind the last unit no column of the other half may be taken for one.
+            both = tl.where(both < 2 * INNER, (both % 2) * INNER + both // 2, 2 * INNER)
+        acc = product(rows_M, mask_M, matrix, both, begin, end, HIDDEN, 2 * INNER, X_H, W_N, W_D,
+                       BLOCK_M, 2 * BLOCK_N, BLOCK_D, EVEN, SWAP, PRECISION)
+        if bias is not None:
+            acc += load_bias(bias, expert, both, 2 * INNER, BIAS_E, BIAS_N)[None, :]
+        gate, linear = tl.split(tl.reshape(acc, (BLOCK_M, BLOCK_N, 2)))
+        acc = gate_pair(gate, linear, ACTIVATION, LIMIT, ALPHA)
+    column_N = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    place = out + pair_M[:, None].to(tl.int64) * INNER + column_N[None, :]
+    tl.store(place, acc.to(out.dtype.element_ty), mask=mask_M[:, None] & (column_N < INNER)[None, :])
+
+
+@triton.jit
+def _down_tile(
+    a, weight, bias, slots, expert, pair_M, mask_M, num_pairs,
+    HIDDEN: tl.constexpr, INNER: tl.constexpr, W_E: tl.constexpr, W_N: tl.constexpr, W_D: tl.constexpr,
+    BIAS_E: tl.constexpr, BIAS_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SPLIT: tl.constexpr,
+    EVEN: tl.constexpr, SWAP: tl.constexpr, PRECISION: tl.constexpr,
+):
+    """One tile of the second product over one of SPLIT parts of I, not yet weighted."""
+    rows_M = a + pair_M.to(tl.int64) * INNER
+    matrix = weight + expert.to(tl.int64) * W_E
+    column_N = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    part: tl.constexpr = tl.cdiv(tl.cdiv(INNER, SPLIT), BLOCK_D) * BLOCK_D
+    split = tl.program_id(2)
+    begin = split * part
+    end = tl.minimum(begin + part, INNER)
+    acc = product(rows_M, mask_M, matrix, column_N, begin, end, INNER, HIDDEN, 1, W_N, W_D,
+                   BLOCK_M, BLOCK_N, BLOCK_D, EVEN, SWAP, PRECISION)
+    if bias is not None:
+        value = load_bias(bias, expert, column_N, HIDDEN, BIAS_E, BIAS_N)[None, :]
+        acc += tl.where(split == 0, value, 0.0)
+    row_M = split * num_pairs.to(tl.int64) + pair_M
+    place = slots + row_M[:, None] * HIDDEN + column_N[None, :]
+    tl.store(place, acc.to(slots.dtype.element_ty), mask=mask_M[:, None] & (column_N < HIDDEN)[None, :])
+
+
+@triton.jit(do_not_specialize=["num_pairs"], do_not_specialize_on_alignment=["ids"])
+def up_by_pair(
+    x, ids, weight, bias, out, arrived, num_pairs,
+    E: tl.constexpr, K: tl.constexpr, HIDDEN: tl.constexpr, INNER: tl.constexpr,
+    IDS_T: tl.constexpr, IDS_K: tl.constexpr,
+    X_T: tl.constexpr, X_H: tl.constexpr, W_E: tl.constexpr, W_N: tl.constexpr, W_D: tl.constexpr,
+    BIAS_E: tl.constexpr, BIAS_N: tl.constexpr,
+    GATE: tl.constexpr, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    EVEN: tl.constexpr, SWAP: tl.constexpr, PRECISION: tl.constexpr, COUNTERS: tl.constexpr,
+):
+    """First product and gate, by pair; also clears the counters of the second launch."""
+    pair = tl.program_id(0)
+    if (pair == 0) & (tl.program_id(1) == 0):
+        tl.store(arrived + tl.arange(0, COUNTERS), tl.zeros((COUNTERS,), dtype=tl.int32))
+    expert, rank_S, count = rows_of_pair(ids, pair, num_pairs, K, E, IDS_T, IDS_K, BLOCK_S)
+    for begin in range(0, count, BLOCK_M):
+        pair_M = pairs_of_ranks(rank_S, begin, BLOCK_M, BLOCK_S)
+        mask_M = begin + tl.arange(0, BLOCK_M) < count
+        _up_tile(x, weight, bias, out, expert, pair_M, mask_M, K, HIDDEN, INNER, X_T, X_H,
+                 W_E, W_N, W_D, BIAS_E, BIAS_N, GATE, ACTIVATION, LIMIT, ALPHA,
+                 BLOCK_M, BLOCK_N, BLOCK_D, EVEN, SWAP, PRECISION)
+
+
+@triton.jit(do_not_specialize=["num_pairs"], do_not_specialize_on_alignment=["ids", "weights"])
+def down_by_pair(
+    a, ids, weights, weight, bias, slots, arrived, out, num_pairs,
+    E: tl.constexpr, K: tl.constexpr, HIDDEN: tl.constexpr, INNER: tl.constexpr,
+    IDS_T: tl.constexpr, IDS_K: tl.constexpr,
+    WEIGHTS_T: tl.constexpr, WEIGHTS_K: tl.constexpr, W_E: tl.constexpr, W_N: tl.constexpr, W_D: tl.constexpr,
+    BIAS_E: tl.constexpr, BIAS_N: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SPLIT: tl.constexpr,
+    EVEN: tl.constexpr, SWAP: tl.constexpr, PRECISION: tl.constexpr,
+):
+    """Second product by pair, and the weighted sum: the last program to arrive at a column block sums it.
+
+    Which program is last varies, what it computes does not: slots are summed in slot order.
+    """
+    pair = tl.program_id(0)
+    block = tl.program_id(1)
+    expert, rank_S, count = rows_of_pair(ids, pair, num_pairs, K, E, IDS_T, IDS_K, BLOCK_S)
+    for begin in range(0, count, BLOCK_M):
+        pair_M = pairs_of_ranks(rank_S, begin, BLOCK_M, BLOCK_S)
+        mask_M = begin + tl.arange(0, BLOCK_M) < count
+        _down_tile(a, weight, bias, slots, expert, pair_M, mask_M, num_pairs, HIDDEN, INNER,
+                   W_E, W_N, W_D, BIAS_E, BIAS_N, BLOCK_M, BLOCK_N, BLOCK_D, SPLIT, EVEN, SWAP, PRECISION)
+    # Every thread's stores come before the one thread's release.
+    tl.debug_barrier()
+    before = tl.atomic_add(arrived + block, 1, sem="acq_rel", scope="gpu")
+    if before == tl.num_programs(0) * SPLIT - 1:
+        column_N = block * BLOCK_N + tl.arange(0, BLOCK_N)
+        num_tokens = num_pairs // K
+        for begin in range(0, num_tokens, BLOCK_T):
+            weigh_block(slots, ids, weights, out, begin + tl.arange(0, BLOCK_T), column_N, num_tokens, num_pairs,
+                         K, E, HIDDEN, IDS_T, IDS_K, WEIGHTS_T, WEIGHTS_K, BLOCK_T, BLOCK_N, SPLIT)
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def up_by_tile(
+    x, tiles, weight, bias, out, num_pairs,
+    K: tl.constexpr, HIDDEN: tl.constexpr, INNER: tl.constexpr,
+    X_T: tl.constexpr, X_H: tl.constexpr, W_E: tl.constexpr, W_N: tl.constexpr, W_D: tl.constexpr,
+    BIAS_E: tl.constexpr, BIAS_N: tl.constexpr,
+    GATE: tl.constexpr, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    EVEN: tl.constexpr, SWAP: tl.constexpr, PRECISION: tl.constexpr,
+):
+    """First product and gate, by tile."""
+    expert, pair_M, mask_M = rows_of_tile(tiles, num_pairs, BLOCK_M)
+    if expert >= 0:
+        _up_tile(x, weight, bias, out, expert, pair_M, mask_M, K, HIDDEN, INNER, X_T, X_H,
+                 W_E, W_N, W_D, BIAS_E, BIAS_N, GATE, ACTIVATION, LIMIT, ALPHA,
+                 BLOCK_M, BLOCK_N, BLOCK_D, EVEN, SWAP, PRECISION)
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def down_by_tile(
+    a, tiles, weight, bias, slots, num_pairs,
+    HIDDEN: tl.constexpr, INNER: tl.constexpr, W_E: tl.constexpr, W_N: tl.constexpr, W_D: tl.constexpr,
+    BIAS_E: tl.constexpr, BIAS_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    EVEN: tl.constexpr, SWAP: tl.constexpr, PRECISION: tl.constexpr,
+):
+    """Second product by tile, not yet weighted: a row of every pair."""
+    expert, pair_M, mask_M = rows_of_tile(tiles, num_pairs, BLOCK_M)
+    if expert >= 0:
+        _down_tile(a, weight, bias, slots, expert, pair_M, mask_M, num_pairs, HIDDEN, INNER,
+                   W_E, W_N, W_D, BIAS_E, BIAS_N, BLOCK_M, BLOCK_N, BLOCK_D, 1, EVEN, SWAP, PRECISION)

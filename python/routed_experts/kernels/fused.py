@@ -1,0 +1,169 @@
+"""The fused call: what is launched, and how a call that was made before is made again.
+
+The first call of a set of shapes goes through Triton, which compiles what is new. It leaves a plan, so that the next
+one allocates, collects addresses and hands everything to the driver at once: with a token a call, that is most of
+the time.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from routed_experts import _core
+from routed_experts.errors import BackendUnavailable
+from routed_experts.kernels import mlp
+from routed_experts.kernels.launch import Launch, device_of, launch, plan, raw_stream
+from routed_experts.kernels.layout import launches, scratch_size, tile_sizes
+from routed_experts.kernels.memory import Piece, cut, places
+from routed_experts.kernels.mlp import Choice, Sizes
+from routed_experts.weights import ExpertWeights
+
+# Token counts that vary without end must not collect plans without end.
+_MOST_PLANS = 512
+_ALIGNMENT = 16  # bytes: what a compiled kernel takes for granted of tokens and weights
+# The interpreter has no device of its own; it runs what Hopper would.
+_INTERPRETED = ((9, 0), 232448)
+
+
+def run_fused(experts: ExpertWeights, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """Run experts whose gate is one of ours: x (T, H), ids and weights (T, K) to (T, H) in the dtype of x."""
+    key = (
+        *(x.shape, x.stride(), x.dtype, ids.shape, ids.stride(), ids.dtype, weights.stride(), weights.dtype),
+        *(x.device, x.dtype is torch.float32 and mlp.float32_precision(x.dtype)),
+    )
+    kept = experts._plans.get(key)
+    if kept is None:
+        return _through_triton(experts, x, ids, weights, key)
+    out: Tensor = kept(experts, x, ids, weights)
+    return out
+
+
+class Prepared:
+    """A call that was made before: its launches need new addresses and nothing else."""
+
+    def __init__(self, launches: _core.LaunchPlan, pieces: Sequence[Piece], out: Tensor) -> None:
+        """Keep a plan whose pointers are: operands, ids, weights, the pieces of the scratch memory, the result."""
+        self.launches = launches
+        self.offsets, self.bytes = places(pieces)
+        self.shape, self.dtype, self.device, self.index = out.shape, out.dtype, out.device, out.device.index
+
+    def __call__(self, experts: ExpertWeights, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """Run the call over tensors of the shapes, strides and dtypes that were planned."""
+        if torch.cuda.current_device() != self.index:
+            with torch.cuda.device(self.index):
+                return self(experts, x, ids, weights)
+        given = [tensor.data_ptr() for tensor in _operands(experts, x)]
+        if any(address % _ALIGNMENT for address in given):
+            return _through_triton(experts, x, ids, weights, None)
+        out = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        scratch = torch.empty(self.bytes, dtype=torch.uint8, device=self.device)
+        base = scratch.data_ptr()
+        pieces = [base + offset for offset in self.offsets]
+        self.launches.launch(
+            raw_stream(self.index), (*given, ids.data_ptr(), weights.data_ptr(), *pieces, out.data_ptr())
+        )
+        return out
+
+
+def _operands(experts: ExpertWeights, x: Tensor) -> list[Tensor]:
+    """Tokens and weights: what kernels read in vectors of 16 bytes."""
+    found = (x, experts.up_weight, experts.up_bias, experts.down_weight, experts.down_proj_bias)
+    return [tensor for tensor in found if tensor is not None]
+
+
+def _through_triton(experts: ExpertWeights, x: Tensor, ids: Tensor, weights: Tensor, key: Any) -> Tensor:
+    """Make the call through Triton, and keep its plan under the key unless that is None."""
+    sizes = mlp.sizes_of(experts, ids)
+    choice = mlp.choose(sizes, experts.has_gate, x.dtype, *limits(x.device))
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    pieces: list[Piece] = []
+    made: list[Tensor] = []
+
+    def attempt(smaller: Choice) -> Iterator[Launch]:
+        pieces[:] = _pieces(smaller, sizes, x.dtype)
+        made[:] = cut(torch.empty(places(pieces)[1], dtype=torch.uint8, device=x.device), pieces)
+        return _launches(experts, smaller, x, ids, weights, made, out)
+
+    done = run_smaller(mlp.smaller_choices(choice), out, attempt)
+    if key is not None:
+        _keep(experts, key, done, [*_operands(experts, x), ids, weights, *made, out], pieces)
+    return out
+
+
+def run_smaller(
+    attempts: Iterable[Any], out: Tensor, launches_of: Callable[[Any], Iterable[Launch]]
+) -> list[tuple[Launch, Any]]:
+    """Launch the first attempt that the device has room for; return its launches and their compiled kernels."""
+    with device_of(out):
+        for attempt in attempts:
+            try:
+                return [(one, launch(one)) for one in launches_of(attempt)]
+            except triton.OutOfResources:
+                continue
+    raise _too_large(out.device)
+
+
+def _pieces(choice: Choice, sizes: Sizes, dtype: torch.dtype) -> list[Piece]:
+    """Scratch memory of a call: the gated units and the slots, both in pair order, and what finds the rows."""
+    units, rows = (sizes.pairs, sizes.inner), (choice.split * sizes.pairs, sizes.hidden)
+    if not choice.is_sorted:
+        counters = Piece((mlp.counters_of(choice, sizes.hidden),), torch.int32)
+        return [Piece(units, dtype), Piece(rows, torch.float32), counters]
+    lists = sum(tile_sizes(sizes.pairs, sizes.experts, choice.up.rows))
+    chunks = scratch_size(sizes.pairs, sizes.experts)
+    return [Piece(units, dtype), Piece(rows, dtype), Piece((lists,), torch.int32), Piece((chunks,), torch.int32)]
+
+
+def _launches(
+    experts: ExpertWeights, choice: Choice, x: Tensor, ids: Tensor, weights: Tensor, made: list[Tensor], out: Tensor
+) -> Iterator[Launch]:
+    """The kernels of a call, in order; ``made`` is the memory of :func:`_pieces`."""
+    if not choice.is_sorted:
+        a, slots, counters = made
+        yield mlp.up(experts, choice, x, ids, counters, a)
+        yield mlp.down_by_pair(experts, choice, a, ids, weights, counters, slots, out)
+        return
+    a, slots, tiles, chunks = made
+    yield from launches(ids, tiles, chunks, experts.num_experts, choice.up.rows, tiles=True)
+    yield mlp.up(experts, choice, x, ids, tiles, a)
+    yield mlp.down_by_tile(experts, choice, a, ids, tiles, slots)
+    yield mlp.weigh(slots, ids, weights, out, experts.num_experts)
+
+
+def _keep(
+    experts: ExpertWeights, key: Any, done: Sequence[tuple[Launch, Any]], tensors: list[Tensor], pieces: list[Piece]
+) -> None:
+    out = tensors[-1]
+    if not out.is_cuda or any(tensor.data_ptr() % _ALIGNMENT for tensor in tensors):
+        return
+    launch_plan = plan(done, tensors)
+    if launch_plan is None:
+        return
+    if len(experts._plans) >= _MOST_PLANS:
+        experts._plans.clear()
+    experts._plans[key] = Prepared(launch_plan, pieces, out)
+
+
+@functools.cache
+def limits(device: torch.device) -> tuple[tuple[int, int], int]:
+    """Compute capability of a device, and the shared memory that a block may have there, in bytes."""
+    if device.type != "cuda":
+        return _INTERPRETED
+    properties = triton.runtime.driver.active.utils.get_device_properties(device.index)
+    return torch.cuda.get_device_capability(device), properties["max_shared_mem"]
+
+
+def _too_large(device: torch.device) -> BackendUnavailable:
+    capability, shared = limits(device)
+    return BackendUnavailable(
+        "no tile of the fused kernels fits this device",
+        found=f"compute capability {capability}, {shared} bytes of shared memory a block",
+        needed="room for the smallest tile",
+        hint='use backend="grouped_mm"',
+    )

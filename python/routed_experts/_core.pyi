@@ -1,9 +1,9 @@
 """The Rust extension module; private, its users are the Python files named in each group."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
-__all__ = ["Registry", "__version__", "find_toolkit", "layout_build", "layout_first_out_of_range"]
+__all__ = ["LaunchPlan", "Registry", "__version__", "find_toolkit", "layout_build", "layout_first_out_of_range"]
 
 __version__: str
 
@@ -20,6 +20,17 @@ def layout_build(
     /,
 ) -> None: ...
 def layout_first_out_of_range(ids: int, dtype: int, pairs: int, num_experts: int, /) -> int | None: ...
+
+# Private names of this file: the kinds of a parameter are pointer (the value is a slot), int32, int64, float32 (bits).
+_Param: TypeAlias = tuple[str, int]
+# (function, grid, threads of a block, shared bytes, dependent, parameters in order)
+_Kernel: TypeAlias = tuple[int, tuple[int, int, int], int, int, bool, Sequence[_Param]]
+
+# For the backends that launch compiled kernels themselves.
+@final
+class LaunchPlan:
+    def __new__(cls, kernels: Sequence[_Kernel]) -> LaunchPlan: ...
+    def launch(self, stream: int, pointers: tuple[int, ...]) -> None: ...
 
 # toolkit.py
 def find_toolkit() -> dict[str, Any]: ...

@@ -3,6 +3,7 @@
 use pyo3::prelude::*;
 
 mod errors;
+mod launch;
 mod layout;
 mod select;
 mod toolkit;
@@ -11,6 +12,7 @@ mod toolkit;
 #[pymodule(gil_used = false)]
 fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
+    launch::register(module)?;
     layout::register(module)?;
     select::register(module)?;
     toolkit::register(module)

@@ -3,6 +3,7 @@
 pub mod cost;
 pub mod error;
 pub mod facts;
+pub mod launch;
 pub mod layout;
 mod report;
 pub mod requirements;

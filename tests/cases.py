@@ -52,6 +52,25 @@ class Case:
         return "-".join(parts)
 
 
+BASE_CASE = Case(
+    tokens=17,
+    top_k=2,
+    num_experts=8,
+    sizes=(64, 32),
+    dtype=torch.bfloat16,
+    gate="silu",
+    is_transposed=False,
+    is_concatenated=True,
+    bias=False,
+    norm=False,
+    routing="all here",
+    index_dtype=torch.int64,
+    weights_dtype=torch.float32,
+    weights_on="output",
+    strided=False,
+)
+
+
 def own_gate(u):
     """A softcapped gate on interleaved columns: nothing the package knows."""
     return torch.tanh(u[..., 0::2]) * u[..., 1::2] + 0.25 * u[..., 0::2]

@@ -6,9 +6,14 @@ import torch
 
 @pytest.fixture
 def poisoned(monkeypatch):
-    """Fill every tensor that code asks for uninitialised with NaN, and leave NaN behind in freed memory."""
+    """Fill every tensor that code asks for uninitialised with NaN, and leave NaN behind in freed memory.
+
+    Bytes are scratch memory that is cut into typed pieces: all bits set is NaN in each of them.
+    """
 
     def poison(tensor):
+        if tensor.dtype == torch.uint8:
+            return tensor.fill_(255)
         return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
 
     for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):

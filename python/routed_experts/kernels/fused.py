@@ -47,9 +47,14 @@ def run_fused(experts: ExpertWeights, x: Tensor, ids: Tensor, weights: Tensor) -
 class Prepared:
     """A call that was made before: its launches need new addresses and nothing else."""
 
-    def __init__(self, launches: _core.LaunchPlan, pieces: Sequence[Piece], out: Tensor) -> None:
-        """Keep a plan whose pointers are: operands, ids, weights, the pieces of the scratch memory, the result."""
-        self.launches = launches
+    def __init__(
+        self, launches: _core.LaunchPlan, compiled: Sequence[Any], pieces: Sequence[Piece], out: Tensor
+    ) -> None:
+        """Keep a plan whose pointers are: operands, ids, weights, the pieces of the scratch memory, the result.
+
+        ``compiled`` are Triton's objects, which own the code that the plan launches.
+        """
+        self.launches, self.compiled = launches, compiled
         self.offsets, self.bytes = places(pieces)
         self.shape, self.dtype, self.device, self.index = out.shape, out.dtype, out.device, out.device.index
 
@@ -147,7 +152,7 @@ def _keep(
         return
     if len(experts._plans) >= _MOST_PLANS:
         experts._plans.clear()
-    experts._plans[key] = Prepared(launch_plan, pieces, out)
+    experts._plans[key] = Prepared(launch_plan, [compiled for _, compiled in done], pieces, out)
 
 
 @functools.cache

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+
 import triton
 import triton.language as tl
+
+# Triton's interpreter multiplies the bits of bfloat16 for integers: there, numbers are widened first.
+IS_INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 # fmt: off
 # One group of arguments a line: kernels have many, and a line each would hide what they are.
@@ -36,6 +41,8 @@ def product(
             row = tl.load(row_ptr, mask=mask_M[:, None] & rest[None, :], other=0.0)
             tile = tl.load(weight_ptr, mask=column_mask[:, None] & rest[None, :], other=0.0)
         tile = tile.to(row.dtype)  # autocast: weights of another dtype are converted here and never copied
+        if IS_INTERPRETED:
+            row, tile = row.to(tl.float32), tile.to(tl.float32)
         if SWAP:
             acc = tl.dot(tile, tl.trans(row), acc, input_precision=PRECISION)
         else:

@@ -112,6 +112,12 @@ def test_what_cannot_run_says_why(bench, layer):
     assert set(row["us"]) == {"auto"}
 
 
+def test_our_gate_is_one_that_can_be_fused(layer):
+    assert layer.ours.weights.gate is None
+    assert layer.ours.weights.activation == "silu"
+    assert layer.ours.weights.gate_up_proj is layer.module.gate_up_proj
+
+
 def test_capture_is_asked_of_the_selection_first(bench, layer):
     reason = layer.ours.refuses_capture(3, "eager")
     assert reason.startswith("BackendUnavailable")

@@ -30,7 +30,8 @@ class Ours:
     """Our backends on one layer, and what the selection says of them."""
 
     def __init__(self, layer: Experts, shape: Shape):
-        self.weights = rx.ExpertWeights.from_module(layer)
+        # Not from the module: its gate is one of its own there, which no backend can fuse, and is bound every call.
+        self.weights = rx.ExpertWeights(gate_up_proj=layer.gate_up_proj, down_proj=layer.down_proj, activation="silu")
         self.top_k = shape.top_k
 
     def select(self, tokens: int, backend: str = "auto", capturing: bool = False) -> rx.Selection:

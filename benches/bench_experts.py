@@ -2,180 +2,155 @@
 
     python benches/bench_experts.py [--device cuda] [--dtypes bfloat16,float32] [--tokens 1,8,64,512] [--json FILE]
 
-The gate comes first: an output whose distance from a float32 loop is over the dtype's tolerance has no time.
-Calls take turns, so that what else the machine does meets all of them alike; medians are printed, and the ratio
-of ``auto`` to the best of transformers' functions.
+The gate comes first: on every input set, on memory that holds NaN, an output whose distance from a float32 loop is over
+the dtype's tolerance has no time. Calls take turns, and medians are printed beside the floor: the time that the
+device's own rates, measured in the same run, allow for the operations and bytes of the call.
 """
 
 from __future__ import annotations
 
-import importlib.util
+import itertools
 import json
-import os
-import statistics
-import sys
-import time
-from datetime import date
-from importlib import metadata
-from types import SimpleNamespace
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
 
 import click
 import torch
-import torch.nn.functional as F
-from rich.console import Console
-from rich.table import Table
+from experts_bench import candidates, floor, gate, inputs, report, shapes, timing
+from experts_bench.candidates import PEER, Choice, Ours, reason
+from torch import Tensor
 
-import routed_experts as rx
-
-SHAPES = {  # E, K, H, I
-    "qwen1.5-moe": (60, 4, 2048, 1408),
-    "qwen3-30b": (128, 8, 2048, 768),
-    "mixtral-eighth": (8, 2, 2048, 3584),
-}
-TOLERANCE = {torch.bfloat16: 1.6e-2, torch.float16: 2e-3, torch.float32: 1e-5}
+MODES = {"cpu": "eager", "cuda": "eager,graph"}
+DTYPES = {"cpu": "bfloat16,float32", "cuda": "bfloat16"}
+ROUTINGS = {"cpu": "skewed", "cuda": "skewed,balanced"}
 
 
-class Experts(torch.nn.Module):
-    """An experts module as transformers' functions expect it."""
+class Layer:
+    """The weights of one shape and dtype on the device, and everything that is measured on them."""
 
-    def __init__(self, experts, hidden, inner, dtype, device, generator):
-        super().__init__()
+    def __init__(self, name: str, shape: shapes.Shape, dtype: str, device: str, ceilings: floor.Ceilings):
+        self.name, self.shape, self.dtype, self.device, self.ceilings = name, shape, dtype, device, ceilings
+        self.module = inputs.Experts(shape, getattr(torch, dtype), device)
+        self.ours = Ours(self.module, shape)
 
-        def weight(*shape):
-            drawn = torch.randn(*shape, generator=generator) * shape[-1] ** -0.5
-            return torch.nn.Parameter(drawn.to(device, dtype), requires_grad=False)
+    def measure(self, tokens: int, routing: str, modes: list[str], seconds: float, choice: Choice) -> dict[str, Any]:
+        """Return one row: the candidates' errors and times or why there are none, and the ratios."""
+        dtype = getattr(torch, self.dtype)
+        sets = inputs.draw(self.shape, dtype, tokens, routing, self.device)
+        hit, busiest = inputs.load(sets, self.shape.experts)
+        row = {"shape": self.name, "sizes": list(self.shape), "dtype": self.dtype, "tokens": tokens}
+        row |= {"routing": routing, "sets": len(sets), "experts_hit": hit, "busiest_to_mean": busiest}
+        row["floor"] = floor.floor(self.shape, tokens, self.dtype, hit, self.ceilings).to_dict()
+        wanted = [inputs.reference(self.module, one) for one in sets]
+        functions, declined = candidates.ours(self.ours, tokens, choice)
+        functions = candidates.peers(self.module, tokens * self.shape.top_k, choice) | functions
+        passed, row["error"], row["failed"] = self.gate(functions, sets, wanted)
+        row["failed"] |= declined
+        row["us"], row["graph_us"], row["no_graph"] = {}, {}, {}
+        if "eager" in modes and passed:
+            passes = {name: timing.eager_pass(function, sets) for name, function in passed.items()}
+            row["us"] = timing.medians(passes, len(sets), self.device, seconds)
+        if "graph" in modes:
+            passes, row["no_graph"] = self.capture(passed, sets, wanted)
+            row["graph_us"] = timing.medians(passes, len(sets), self.device, seconds) if passes else {}
+        chosen = self.ours.select(tokens)
+        published = shapes.published(self.name, self.device, self.dtype, tokens, routing)
+        return row | {"auto_is": f"{chosen.name} {chosen.path}".strip()} | ratios(row, published)
 
-        self.num_experts = experts
-        self.gate_up_proj, self.down_proj = weight(experts, 2 * inner, hidden), weight(experts, hidden, inner)
-        self.act_fn = F.silu
-        self.has_gate = self.is_concatenated = True
-        self.has_bias = self.is_transposed = self.has_post_expert_norm = self._is_expert_parallel = False
-        self.config = SimpleNamespace(hidden_act="silu", _experts_implementation=None)
-
-    def _apply_gate(self, up):
-        gate, linear = up.chunk(2, -1)
-        return self.act_fn(gate) * linear
-
-
-def skewed_routing(tokens, experts, top_k, generator):
-    """Ids and weights of a router with a preference: experts differ in load, as trained ones do."""
-    logits = torch.randn(tokens, experts, generator=generator) + 0.7 * torch.randn(experts, generator=generator)
-    weights, index = logits.softmax(-1).topk(top_k, dim=-1)
-    return index, weights / weights.sum(-1, keepdim=True)
-
-
-def reference(layer, x, index, weights):
-    """A float32 loop over the experts hit."""
-    out = torch.zeros(x.shape, device=x.device)
-    for expert in index.unique().tolist():
-        token, slot = torch.where(index == expert)
-        up = x[token].float() @ layer.gate_up_proj[expert].float().T
-        gate, linear = up.chunk(2, -1)
-        down = (F.silu(gate) * linear) @ layer.down_proj[expert].float().T
-        out.index_add_(0, token, down * weights[token, slot, None].float())
-    return out
-
-
-def candidates(layer, call, pairs, most_copies):
-    """Name to function: transformers' own where it is installed, then ours."""
-    x, index, weights = call
-    experts = rx.ExpertWeights.from_module(layer)
-    found = {}
-    try:
-        from transformers.integrations import moe
-    except ImportError:
-        moe = None
-    if moe is not None:
-        found["transformers grouped_mm"] = lambda: moe.grouped_mm_experts_forward(layer, x, index, weights)
-        if pairs <= most_copies:
-            found["transformers batched_mm"] = lambda: moe.batched_mm_experts_forward(layer, x, index, weights)
-    accepted = rx.select_backend(experts, num_tokens=x.shape[0], num_top_k=index.shape[1]).decisions
-    names = [d.backend for d in accepted if d.accepted and (pairs <= most_copies or d.backend != "batched_mm")]
-    for name in [*names, "auto"]:
-        found[name] = lambda name=name: rx.run_experts(x, index, weights, experts, backend=name)
-    return found
-
-
-def medians(functions, device, seconds):
-    """Median microseconds of each function, the functions taking turns."""
-    times = {name: [] for name in functions}
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end or len(next(iter(times.values()))) < 5:
+    def gate(
+        self, functions: dict[str, candidates.Function], sets: list[inputs.Inputs], wanted: list[Tensor]
+    ) -> tuple[dict[str, candidates.Function], dict[str, float], dict[str, str]]:
+        """Split the candidates into those that are right, with their errors, and those that are not, with why."""
+        passed, errors, failed = {}, {}, {}
+        tokens, dtype = sets[0].x.shape[0], getattr(torch, self.dtype)
+        scratch = max(2 * self.shape.inner, self.shape.hidden) * tokens * self.shape.top_k * dtype.itemsize
         for name, function in functions.items():
-            start = time.perf_counter()
-            function()
-            if device == "cuda":
-                torch.cuda.synchronize()
-            times[name].append((time.perf_counter() - start) * 1e6)
-    return {name: statistics.median(values) for name, values in times.items()}
+            try:
+                errors[name] = gate.largest_error(function, sets, wanted, scratch, dtype)
+                passed[name] = function
+            except Exception as error:  # a peer may fail in any way, and the others are measured all the same
+                failed[name] = reason(error)
+        return passed, errors, failed
+
+    def capture(
+        self, functions: dict[str, candidates.Function], sets: list[inputs.Inputs], wanted: list[Tensor]
+    ) -> tuple[dict[str, Any], dict[str, str]]:
+        """Return each candidate's replay, checked, and why those that have none cannot be captured."""
+        replays, reasons = {}, {}
+        for name, function in functions.items():
+            refused = None if name.startswith(PEER) else self.ours.refuses_capture(sets[0].x.shape[0], name)
+            if refused is not None:
+                reasons[name] = refused
+                continue
+            try:
+                replay, outputs = timing.captured_pass(function, sets)
+                replay()
+                for out, answer in zip(outputs, wanted, strict=True):
+                    gate.check(out, answer, getattr(torch, self.dtype))
+                replays[name] = replay
+            except Exception as error:  # as above
+                reasons[name] = reason(error)
+        return replays, reasons
 
 
-def measure(shape, dtype, tokens, device, seconds, most_copies):
-    """One row: the shape, each candidate's time or why it has none, and the ratio."""
-    experts, top_k, hidden, inner = SHAPES[shape]
-    generator = torch.Generator().manual_seed(0)
-    layer = Experts(experts, hidden, inner, dtype, device, generator)
-    index, weights = (t.to(device) for t in skewed_routing(tokens, experts, top_k, generator))
-    x = torch.randn(tokens, hidden, generator=generator).to(device, dtype)
-    wanted = reference(layer, x, index, weights)
-    functions = candidates(layer, (x, index, weights.to(dtype)), tokens * top_k, most_copies)
-    errors = {n: ((f().float() - wanted).norm() / wanted.norm()).item() for n, f in functions.items()}
-    passed = {name: f for name, f in functions.items() if errors[name] <= TOLERANCE[dtype]}
-    times = medians(passed, device, seconds)
-    peers = [us for name, us in times.items() if name.startswith("transformers")]
-    ratio = times["auto"] / min(peers) if peers and "auto" in times else None
-    row = {"shape": shape, "dtype": str(dtype)[6:], "tokens": tokens, "us": times, "error": errors}
-    chosen = rx.select_backend(rx.ExpertWeights.from_module(layer), num_tokens=tokens, num_top_k=top_k)
-    return row | {"auto_is": f"{chosen.name} {chosen.path}".strip(), "auto_to_best_peer": ratio}
+def ratios(row: dict[str, Any], published: float | None) -> dict[str, Any]:
+    """Best times as multiples of the floor, of the best published multiple, and of transformers' best."""
+    names = {**row["us"], **row["graph_us"]}
+    best = {name: min(row[mode][name] for mode in ("us", "graph_us") if name in row[mode]) for name in names}
+    multiples = {name: us / row["floor"]["us"] for name, us in best.items()}
+    compared = {name: x / published for name, x in multiples.items()} if published else {}
+    peers = [us for name, us in best.items() if name.startswith(PEER)]
+    to_peer = best["auto"] / min(peers) if peers and "auto" in best else None
+    found = {"x_floor": multiples, "published_x_floor": published, "x_published": compared}
+    return found | {"auto_to_best_peer": to_peer}
 
 
-def print_row(console, row):
-    """One line a candidate."""
-    table = Table(title=f"{row['shape']} {row['dtype']}, T={row['tokens']}, auto is {row['auto_is']}", min_width=60)
-    for column in ("candidate", "median us", "error"):
-        table.add_column(column, justify="left" if column == "candidate" else "right")
-    for name, error in row["error"].items():
-        time_text = f"{row['us'][name]:.1f}" if name in row["us"] else "gate failed"
-        table.add_row(name, time_text, f"{error:.1e}")
-    console.print(table)
-    if row["auto_to_best_peer"] is not None:
-        console.print(f"auto / best of transformers: {row['auto_to_best_peer']:.3f}")
-
-
-def setting(device):
-    """What a figure is worth nothing without: command, date, versions and machine."""
-    others = ("torch", "triton", "transformers")
-    installed = {name: metadata.version(name) for name in others if importlib.util.find_spec(name)}
-    installed["routed-experts"] = rx.__version__
-    machine = {"cores": os.cpu_count(), "threads": torch.get_num_threads(), "load": os.getloadavg()[0]}
-    if device == "cuda":
-        machine["device"] = torch.cuda.get_device_name()
-    command = " ".join(["python", *sys.argv])
-    return {"command": command, "date": f"{date.today()}", "versions": installed, "machine": machine}
+def split(text: str, known: Collection[str]) -> list[str]:
+    """Split a comma-separated option, refusing what is not ``known``."""
+    parts = [part for part in text.split(",") if part]
+    strange = [part for part in parts if part not in known]
+    if strange or not parts:
+        raise click.UsageError(f"cannot take {', '.join(strange) or 'an empty list'} of {', '.join(sorted(known))}")
+    return parts
 
 
 @click.command()
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu")
-@click.option("--shapes", default=",".join(SHAPES), help="Comma-separated names.")
-@click.option("--dtypes", default="bfloat16,float32")
+@click.option("--shapes", "names", default=None, help="Comma-separated names; each device has its own default.")
+@click.option("--shape", "sizes", multiple=True, help="E,K,H,I of a shape of one's own; may be repeated.")
+@click.option("--dtypes", default=None, help="Default: bfloat16, on a CPU float32 too.")
 @click.option("--tokens", default="1,8,64,512")
-@click.option("--seconds", default=2.0, help="Time for each row.")
+@click.option("--routing", default=None, help="skewed, balanced; default skewed, on CUDA both.")
+@click.option("--modes", default=None, help="eager, and on CUDA graph; default all that the device has.")
+@click.option("--backends", default="", help="Leave out all backends but these; auto is a name here.")
+@click.option("--skip-peers", is_flag=True, help="Leave transformers' functions out.")
+@click.option("--seconds", default=2.0, help="Time for each row and mode, all candidates together.")
 @click.option("--most-copies", default=64, help="Leave batched_mm out above this many (token, slot) pairs.")
-@click.option("--json", "json_file", type=click.Path(), default=None)
-def main(device, shapes, dtypes, tokens, seconds, most_copies, json_file):
+@click.option("--json", "json_file", type=click.Path(path_type=Path), default=None, help="Written after every row.")
+def main(device, names, sizes, dtypes, tokens, routing, modes, backends, skip_peers, seconds, most_copies, json_file):
     """Run the benchmark."""
-    console, rows = Console(), []
+    console, rows = report.terminal(), []
+    choice = Choice(tuple(filter(None, backends.split(","))), skip_peers, most_copies)
+    all_shapes = shapes.chosen(names, sizes, device)
+    dtypes = split(dtypes or DTYPES[device], ("bfloat16", "float16", "float32"))
+    counts = [int(count) for count in split(tokens, [one for one in tokens.split(",") if one.isdecimal() and int(one)])]
+    routings = split(routing or ROUTINGS[device], inputs.ROUTINGS)
+    modes = split(modes or MODES[device], MODES[device].split(","))
     with torch.inference_mode():
-        for shape in shapes.split(","):
-            for dtype in dtypes.split(","):
-                for count in tokens.split(","):
-                    row = measure(shape, getattr(torch, dtype), int(count), device, seconds, most_copies)
-                    print_row(console, row)
-                    rows.append(row)
-    if json_file:
-        report = json.dumps({**setting(device), "rows": rows}, indent=1)
-        with open(json_file, "w") as file:
-            file.write(report)
+        found = report.setting(device)
+        ceilings = floor.measure(device, dtypes, min(seconds, 0.5))
+        console.print(f"ceilings: {ceilings.to_dict()}")
+        for (name, shape), dtype in itertools.product(all_shapes.items(), dtypes):
+            layer = Layer(name, shape, dtype, device, ceilings)
+            for count, kind in itertools.product(counts, routings):
+                rows.append(layer.measure(count, kind, modes, seconds, choice))
+                report.print_row(console, rows[-1])
+                if json_file:
+                    json_file.write_text(json.dumps({**found, "ceilings": ceilings.to_dict(), "rows": rows}, indent=1))
+            del layer  # before the next one is drawn: two of the largest may not fit
+    for name in ("fused", "auto"):
+        report.print_summary(console, rows, name)
 
 
 if __name__ == "__main__":

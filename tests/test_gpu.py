@@ -18,7 +18,9 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-RUNNABLE = ("eager", "batched_mm", "grouped_mm", "auto")
+# Forward only: what `fused` has of its own is in test_gpu_fused.py.
+FUSED = "fused"
+RUNNABLE = ("eager", "batched_mm", "grouped_mm", FUSED, "auto")
 EXPERTS, HIDDEN, INNER = 8, 64, 32
 
 
@@ -58,7 +60,7 @@ def test_layout_is_the_same_bits(tokens, experts, alignment):
         assert ours is None or torch.equal(ours, device.cpu())
 
 
-@pytest.mark.parametrize("backend", ["batched_mm", "grouped_mm"])
+@pytest.mark.parametrize("backend", ["batched_mm", "grouped_mm", FUSED])
 def test_captured_and_replayed(backend):
     """B72: capture, then replay with other tokens and other routing."""
     weights, tensors = make()
@@ -84,10 +86,10 @@ def test_a_path_that_waits_is_declined_while_capturing():
     with pytest.raises(rx.RoutedExpertsError) as caught:
         rx.select_backend(weights, num_tokens=4, backend="grouped_mm", capturing=True)
     assert "captur" in str(caught.value)
-    assert rx.select_backend(weights, num_tokens=4, capturing=True).name == "batched_mm"
+    assert rx.select_backend(weights, num_tokens=4, capturing=True).name in ("batched_mm", FUSED)
 
 
-@pytest.mark.parametrize("backend", ["grouped_mm", "batched_mm"])
+@pytest.mark.parametrize("backend", ["grouped_mm", "batched_mm", FUSED])
 def test_no_host_sync_without_the_loop(backend):
     weights, _ = make()
     args = [t.cuda() for t in inputs()]
@@ -144,7 +146,7 @@ def test_weights_elsewhere_are_named():
         rx.run_experts(*inputs(), weights)
 
 
-@pytest.mark.parametrize("backend", ["auto", "grouped_mm", "batched_mm"])
+@pytest.mark.parametrize("backend", ["auto", "grouped_mm", "batched_mm", FUSED])
 def test_compiled_on_the_device(backend):
     weights, tensors = make()
     x, index, w = inputs()

@@ -1,0 +1,92 @@
+"""Who is measured: transformers' own functions and our backends, each as a function of one input set."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+from torch import Tensor
+
+import routed_experts as rx
+from experts_bench.inputs import Experts
+
+if TYPE_CHECKING:
+    from experts_bench.shapes import Shape
+
+PEER = "transformers"
+Function = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class Choice(NamedTuple):
+    """What was asked for on the command line."""
+
+    backends: tuple[str, ...]  # empty for all that can run, and auto
+    skip_peers: bool
+    most_copies: int  # (token, slot) pairs above which nothing that copies weights for each is run
+
+
+class Ours:
+    """Our backends on one layer, and what the selection says of them."""
+
+    def __init__(self, layer: Experts, shape: Shape):
+        # Not from the module: its gate is one of its own there, which no backend can fuse, and is bound every call.
+        self.weights = rx.ExpertWeights(gate_up_proj=layer.gate_up_proj, down_proj=layer.down_proj, activation="silu")
+        self.top_k = shape.top_k
+
+    def select(self, tokens: int, backend: str = "auto", capturing: bool = False) -> rx.Selection:
+        how = {"num_tokens": tokens, "num_top_k": self.top_k, "backend": backend, "capturing": capturing}
+        return rx.select_backend(self.weights, **how)
+
+    def run(self, x: Tensor, index: Tensor, weights: Tensor, *, backend: str) -> Tensor:
+        return rx.run_experts(x, index, weights, self.weights, backend=backend)
+
+    def function(self, name: str) -> Function:
+        return functools.partial(self.run, backend=name)
+
+    def decisions(self, tokens: int) -> dict[str, str | None]:
+        """Backend to the reason why it cannot run this call, None for those that can."""
+        decided = self.select(tokens).decisions
+        return {one.backend: None if one.accepted else str(one) for one in decided}
+
+    def refuses_capture(self, tokens: int, name: str) -> str | None:
+        """Why a backend declines a call that is being captured, None where it does not."""
+        try:
+            self.select(tokens, name, capturing=True)
+        except rx.RoutedExpertsError as error:
+            return reason(error)
+        return None
+
+
+def peers(layer: Experts, pairs: int, choice: Choice) -> dict[str, Function]:
+    """transformers' functions of its experts interface, where it is installed."""
+    if choice.skip_peers:
+        return {}
+    try:
+        from transformers.integrations import moe
+    except ImportError:
+        return {}
+    found = {f"{PEER} grouped_mm": functools.partial(moe.grouped_mm_experts_forward, layer)}
+    if pairs <= choice.most_copies:
+        found[f"{PEER} batched_mm"] = functools.partial(moe.batched_mm_experts_forward, layer)
+    return found
+
+
+def ours(backends: Ours, tokens: int, choice: Choice) -> tuple[dict[str, Function], dict[str, str]]:
+    """Return the functions of our backends, and why those asked for that cannot run this call have none."""
+    reasons = backends.decisions(tokens) | {"auto": None}
+    names = choice.backends or tuple(reasons)
+    if tokens * backends.top_k > choice.most_copies:
+        names = tuple(name for name in names if name != "batched_mm")
+    found = {name: backends.function(name) for name in names if name in reasons and reasons[name] is None}
+    unknown = "no backend of this name"
+    declined = {name: reasons.get(name, unknown) for name in choice.backends if name in names and name not in found}
+    return found, {name: str(reason) for name, reason in declined.items()}
+
+
+def reason(error: BaseException) -> str:
+    """An error as one line of a table or a JSON value; of errors that led to each other, the first."""
+    while error.__context__ is not None:
+        error = error.__context__
+    text = f"{type(error).__name__}: {error}".split("\n")
+    return " ".join(part.strip() for part in text[:4])[:300]

@@ -1,0 +1,69 @@
+"""What the device can do, measured in the same run, and the time that no kernel gets under.
+
+Floor of a call: the larger of 6*T*K*H*I operations at the rate of a large product and the bytes that must move
+(weights of the distinct experts hit, once, and hidden states in and out) at the rate of a large copy. Reading alone is
+faster than copying, so a kernel that reads weights all the time can be a little under it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from experts_bench.shapes import Shape
+from experts_bench.timing import medians
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """Rates of one device: TFLOP/s of a large product by dtype, GB/s of a copy (read and write) and of reading."""
+
+    matmul_tflops: dict[str, float]
+    copy_gb_s: float
+    read_gb_s: float
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Floor:
+    """Least microseconds of a call, ``bound`` by "flops" or "bytes", and the two counts."""
+
+    us: float
+    bound: str
+    bytes: float
+    flops: float
+    read_us: float  # the same with bytes at the rate of reading
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def measure(device: str, dtypes: list[str], seconds: float) -> Ceilings:
+    """Measure the ceilings: products of random matrices of side 8192 and 4 GiB moved (CPU: 512, 64 MiB)."""
+    side, count = (8192, 1 << 30) if device == "cuda" else (512, 1 << 24)
+    tflops = {name: 2 * side**3 / _product(side, getattr(torch, name), device, seconds) / 1e6 for name in dtypes}
+    source = torch.rand(count, device=device)
+    target = torch.empty_like(source)
+    moves = {"copy": lambda: target.copy_(source), "read": lambda: source.sum()}
+    us = medians(moves, 1, device, seconds)
+    return Ceilings(tflops, 2 * source.nbytes / us["copy"] / 1e3, source.nbytes / us["read"] / 1e3)
+
+
+def _product(side: int, dtype: torch.dtype, device: str, seconds: float) -> float:
+    a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+    return medians({"product": lambda: a @ b.T}, 1, device, seconds)["product"]
+
+
+def floor(shape: Shape, tokens: int, dtype: str, experts_hit: float, ceilings: Ceilings) -> Floor:
+    """Return the floor of calls of ``tokens`` that hit ``experts_hit`` distinct experts in the mean."""
+    size = getattr(torch, dtype).itemsize
+    moved = size * (experts_hit * 3 * shape.hidden * shape.inner + 2 * tokens * shape.hidden)
+    flops = 6.0 * tokens * shape.top_k * shape.hidden * shape.inner
+    for_flops = flops / ceilings.matmul_tflops[dtype] / 1e6
+    for_bytes, for_reading = moved / ceilings.copy_gb_s / 1e3, moved / ceilings.read_gb_s / 1e3
+    bound = "flops" if for_flops > for_bytes else "bytes"
+    return Floor(max(for_flops, for_bytes), bound, moved, flops, max(for_flops, for_reading))

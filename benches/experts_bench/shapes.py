@@ -1,0 +1,69 @@
+"""Sizes of the expert layers of well-known models, and the best kernel published for each."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import click
+
+
+class Shape(NamedTuple):
+    """E experts, K of them a token, H hidden and I intermediate size."""
+
+    experts: int
+    top_k: int
+    hidden: int
+    inner: int
+
+
+SHAPES = {
+    "qwen1.5-moe": Shape(60, 4, 2048, 1408),
+    "qwen3-30b": Shape(128, 8, 2048, 768),
+    "mixtral-eighth": Shape(8, 2, 2048, 3584),
+    "mixtral": Shape(8, 2, 4096, 14336),
+    "deepseek-v3": Shape(256, 8, 7168, 2048),
+    "gpt-oss-like": Shape(128, 4, 2880, 2880),
+}
+DEFAULTS = {
+    "cpu": ("qwen1.5-moe", "qwen3-30b", "mixtral-eighth"),
+    "cuda": ("qwen1.5-moe", "qwen3-30b", "mixtral", "deepseek-v3", "gpt-oss-like"),
+}
+
+# The best of vLLM's Triton kernel, triton_kernels, SonicMoE and others, as a multiple of its floor (floor.py), the
+# smaller of eager and graph; bfloat16, skewed routing; measured on one H200, 2026-11-30.
+PUBLISHED = {
+    "qwen1.5-moe": {1: 1.83, 8: 1.30, 64: 1.15, 512: 1.23, 4096: 1.82, 16384: 1.29},
+    "qwen3-30b": {1: 1.71, 8: 1.24, 64: 1.22, 512: 1.25, 4096: 1.94, 16384: 1.45},
+    "mixtral": {1: 1.11, 8: 1.03, 64: 1.06, 512: 1.58, 4096: 1.26, 16384: 1.20},
+    "deepseek-v3": {1: 1.13, 8: 1.02, 64: 0.97, 512: 1.08, 4096: 1.77, 16384: 1.48},
+    "gpt-oss-like": {1: 1.32, 8: 1.14, 64: 1.03, 512: 1.11, 4096: 1.71, 16384: 1.48},
+}
+
+
+def published(shape: str, device: str, dtype: str, tokens: int, routing: str) -> float | None:
+    """Return the best published multiple of the floor, None where nothing comparable was measured."""
+    if (device, dtype, routing) != ("cuda", "bfloat16", "skewed"):
+        return None
+    return PUBLISHED.get(shape, {}).get(tokens)
+
+
+def chosen(names: str | None, sizes: tuple[str, ...], device: str) -> dict[str, Shape]:
+    """Return the shapes of ``--shapes`` and ``--shape``; those of the device when neither was given."""
+    if names is None:
+        names = "" if sizes else ",".join(DEFAULTS[device])
+    found = {}
+    for name in filter(None, names.split(",")):
+        if name not in SHAPES:
+            raise click.UsageError(f"no shape {name!r}; there are {', '.join(SHAPES)}, or give --shape E,K,H,I")
+        found[name] = SHAPES[name]
+    return found | {text: _parse(text) for text in sizes}
+
+
+def _parse(text: str) -> Shape:
+    parts = text.split(",")
+    if len(parts) != 4 or not all(part.isdecimal() and int(part) for part in parts):
+        raise click.UsageError(f"--shape {text!r} is not four whole numbers above 0, E,K,H,I")
+    shape = Shape(*map(int, parts))
+    if shape.top_k > shape.experts:
+        raise click.UsageError(f"--shape {text!r} asks for more experts a token (K) than there are (E)")
+    return shape

@@ -79,9 +79,7 @@ def test_activations(activation, has_gate):
     g = torch.Generator().manual_seed(0)
     up = torch.randn(3, 16 * (1 + has_gate), 8, generator=g)
     down = torch.randn(3, 8, 16, generator=g)
-    experts = rx.ExpertWeights(
-        **{"gate_up_proj" if has_gate else "up_proj": up}, down_proj=down, activation=activation
-    )
+    experts = rx.ExpertWeights(**{"gate_up_proj" if has_gate else "up_proj": up}, down_proj=down, activation=activation)
     x, index, weights = torch.randn(5, 8, generator=g), torch.randint(0, 3, (5, 2), generator=g), torch.rand(5, 2)
     wanted = rx.run_experts(x, index, weights, experts, backend="eager")
     out = rx.run_experts(x, index, weights, experts, backend=NAME)
@@ -116,8 +114,8 @@ def test_configurations_fit_the_device(shared_limit, item_size, kernels):
     """B66: stages go first, then depth, then columns."""
     configs = kernels["configs"]
     for table in (configs._HOPPER, configs._DEFAULT):
-        for regime in table:
-            for config, widths in ((regime.up, 2), (regime.down, 1)):
+        for up, down in (table.unsorted, *((regime.up, regime.down) for regime in table.regimes)):
+            for config, widths in ((up, 2), (down, 1)):
                 fitted = configs.fit(config, widths, item_size, shared_limit)
                 assert configs._shared(fitted, widths, item_size) <= shared_limit
                 assert fitted.rows == config.rows

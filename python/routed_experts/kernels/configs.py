@@ -37,17 +37,31 @@ class Regime(NamedTuple):
     down: Config
 
 
-_HOPPER = (
-    Regime(4, Config(16, 32, 128, 4, 3, True), Config(16, 64, 128, 4, 4, True)),
-    Regime(8, Config(32, 64, 64, 4, 4, True), Config(32, 128, 64, 4, 4)),
-    Regime(64, Config(64, 64, 64, 4, 4), Config(64, 128, 64, 4, 4)),
-    Regime(float("inf"), Config(128, 128, 64, 8, 4), Config(128, 128, 64, 8, 4)),
+class Table(NamedTuple):
+    """Configurations of one architecture."""
+
+    unsorted: tuple[Config, Config]  # first and second product
+    regimes: tuple[Regime, ...]
+
+
+_HOPPER = Table(
+    (Config(16, 32, 128, 4, 3, True), Config(16, 64, 128, 4, 4, True)),
+    (
+        Regime(4, Config(16, 64, 128, 4, 3, True), Config(16, 64, 128, 4, 4, True)),
+        Regime(10, Config(32, 64, 64, 4, 4, True), Config(32, 128, 64, 4, 4, True)),
+        Regime(64, Config(64, 64, 64, 4, 4), Config(64, 128, 64, 4, 4)),
+        Regime(float("inf"), Config(128, 128, 64, 8, 4), Config(128, 256, 64, 8, 4)),
+    ),
 )
-_DEFAULT = (
-    Regime(4, Config(16, 32, 64, 4, 4), Config(16, 64, 64, 4, 4)),
-    Regime(8, Config(32, 32, 64, 4, 3), Config(32, 64, 64, 4, 3)),
-    Regime(64, Config(64, 64, 32, 4, 3), Config(64, 128, 32, 4, 3)),
-    Regime(float("inf"), Config(128, 64, 32, 8, 3), Config(128, 128, 32, 8, 3)),
+# For tensor cores that take their operands from registers: smaller tiles, whose numbers fit there.
+_DEFAULT = Table(
+    (Config(16, 32, 64, 4, 4), Config(16, 64, 64, 4, 4)),
+    (
+        Regime(4, Config(16, 32, 64, 4, 4), Config(16, 64, 64, 4, 4)),
+        Regime(10, Config(32, 32, 64, 4, 3), Config(32, 64, 64, 4, 3)),
+        Regime(64, Config(64, 64, 32, 4, 3), Config(64, 128, 32, 4, 3)),
+        Regime(float("inf"), Config(128, 64, 32, 8, 3), Config(128, 128, 32, 8, 3)),
+    ),
 )
 # By major compute capability.
 TABLES = {9: _HOPPER, 10: _HOPPER}
@@ -57,13 +71,13 @@ def sorted_configs(capability: tuple[int, int], num_pairs: int, num_experts: int
     """Configurations of the two products for rows sorted by expert; both have the same rows."""
     mean = num_pairs / num_experts
     table = TABLES.get(capability[0], _DEFAULT)
-    regime = next(regime for regime in table if mean <= regime.mean_rows)
+    regime = next(regime for regime in table.regimes if mean <= regime.mean_rows)
     return regime.up, regime.down
 
 
 def unsorted_configs(capability: tuple[int, int], most_rows: int) -> tuple[Config, Config]:
     """Configurations for few pairs; ``most_rows`` is the most that one expert gets unless a token repeats it."""
-    up, down = (TABLES.get(capability[0], _DEFAULT))[0][1:]
+    up, down = TABLES.get(capability[0], _DEFAULT).unsorted
     rows = max(up.rows, min(64, 1 << (most_rows - 1).bit_length()))
     return up._replace(rows=rows), down._replace(rows=rows)
 

@@ -1,7 +1,13 @@
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
+
+# Triton chooses its interpreter when a kernel is defined, so this comes before any module of kernels.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture

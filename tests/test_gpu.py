@@ -11,7 +11,7 @@ from oracle import TOLERANCE, experts_oracle, relative_error
 from test_backends import PAIRWISE, run_all_rows
 
 import routed_experts as rx
-from routed_experts.layout import build_layout
+from routed_experts.layout import ID_CODES, build_layout
 
 pytestmark = [
     pytest.mark.gpu,
@@ -46,18 +46,70 @@ def test_every_pair_of_factors(case, poisoned):
     assert run_all_rows(case, "cuda")
 
 
+def same_layout(ours, device):
+    for one, other in zip(ours, device, strict=True):
+        assert (one is None) == (other is None)
+        assert one is None or torch.equal(one, other.cpu())
+
+
 @pytest.mark.parametrize("alignment", [1, 128])
-@pytest.mark.parametrize("tokens", [0, 1, 17, 4096])
-@pytest.mark.parametrize("experts", [1, 3, 60, 160, 1024])
+@pytest.mark.parametrize("tokens", [0, 1, 17, 1024, 1025, 4096, 131073])
+@pytest.mark.parametrize("experts", [1, 3, 60, 160, 1024, 4096])
 def test_layout_is_the_same_bits(tokens, experts, alignment):
     ids = torch.randint(-1, experts + 2, (tokens, 8))
-    for ours, device in zip(
-        build_layout(ids, experts, alignment=alignment),
-        build_layout(ids.cuda(), experts, alignment=alignment),
-        strict=True,
-    ):
-        assert (ours is None) == (device is None)
-        assert ours is None or torch.equal(ours, device.cpu())
+    same_layout(build_layout(ids, experts, alignment=alignment), build_layout(ids.cuda(), experts, alignment=alignment))
+
+
+@pytest.mark.parametrize("tokens", [33, 4096])
+@pytest.mark.parametrize("dtype", ID_CODES, ids=str)
+def test_layout_of_every_id_dtype_and_stride(dtype, tokens):
+    info = torch.iinfo(dtype)
+    ids = torch.randint(max(info.min, -1), 100, (tokens, 8)).to(dtype)
+    ids[5, :4] = torch.tensor([info.min, info.max, info.max - 1, 60], dtype=dtype)
+    for view in (ids, ids[:, 1:4], ids.t(), ids[5:6].expand(tokens, 8)):
+        same_layout(build_layout(view, 60, alignment=16), build_layout(view.cuda(), 60, alignment=16))
+
+
+def test_layout_runs_in_triton():
+    from routed_experts.layout import _kernels
+
+    assert _kernels() is not None
+
+
+@pytest.mark.parametrize("tokens", [64, 2048])
+def test_tiles_replay_with_other_ids(tokens):
+    from routed_experts.kernels.layout import sorted_tiles
+
+    ids = torch.randint(-1, 66, (tokens, 8), device="cuda")
+    sorted_tiles(ids, 64, 16)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = sorted_tiles(ids, 64, 16)
+    for skewed in (False, True):
+        ids.random_(-1, 66)
+        if skewed:
+            ids[:, :6] = 7
+        graph.replay()
+        layout = build_layout(ids.cpu(), 64)
+        assert torch.equal(captured.order.cpu(), layout.order)
+        rows = captured.rows.cpu().long()
+        used = rows > 0
+        # Each expert's tiles, first rows first, the largest expert first.
+        counts, begins = layout.counts.long(), (layout.offsets - layout.counts).long()
+        by_size = counts.argsort(descending=True, stable=True)
+        wanted = by_size.repeat_interleave((counts[by_size] + 15) // 16)
+        assert torch.equal(captured.expert.cpu()[used].long(), wanted)
+        assert (captured.expert.cpu()[~used] == -1).all()
+        assert int(rows.sum()) == int(counts.sum())
+        done = torch.cat([torch.arange(0, int(count), 16) for count in counts[by_size]])
+        assert torch.equal(captured.first.cpu()[used].long(), begins[wanted] + done)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_layout_on_a_device_that_is_not_the_current_one():
+    ids = torch.randint(-1, 66, (64, 8))
+    same_layout(build_layout(ids, 64, alignment=16), build_layout(ids.to("cuda:1"), 64, alignment=16))
+    assert torch.cuda.current_device() == 0
 
 
 @pytest.mark.parametrize("backend", ["batched_mm", "grouped_mm", FUSED])

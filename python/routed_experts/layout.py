@@ -7,7 +7,8 @@ every expert.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import functools
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -62,8 +63,8 @@ class ExpertLayout(NamedTuple):
 def build_layout(top_k_index: Tensor, num_experts: int, *, alignment: int = 1) -> ExpertLayout:
     """Sort the pairs of a routing by expert.
 
-    On CPU this is a counting sort in Rust; elsewhere torch ops give the same bits without a host sync. The
-    ids are only read. Under ``torch.compile`` it is one opaque op.
+    On CPU this is a counting sort in Rust, on CUDA one of Triton; where neither runs, torch ops give the same
+    bits. Nothing waits for the device. The ids are only read. Under ``torch.compile`` it is one opaque op.
 
     Args:
         top_k_index: (T, K) expert ids of any integer dtype and any strides; T and K may be 0.
@@ -81,7 +82,7 @@ def build_layout(top_k_index: Tensor, num_experts: int, *, alignment: int = 1) -
         return _from_parts(torch.ops.routed_experts.build_layout(top_k_index, num_experts, alignment))
     code = _check(top_k_index, num_experts, alignment)
     if type(top_k_index) is not Tensor or not top_k_index.is_cpu:
-        return _from_parts(_layout_torch(top_k_index, num_experts, alignment))
+        return _from_parts(_layout_elsewhere(top_k_index, num_experts, alignment))
     pairs = top_k_index.numel()
     if alignment == 1:
         sizes = [pairs, pairs, num_experts, num_experts]
@@ -120,6 +121,25 @@ def first_out_of_range(top_k_index: Tensor, num_experts: int) -> tuple[int, int,
         return None
     token, slot = divmod(position, top_k_index.shape[1])
     return token, slot, int(top_k_index[token, slot].item())
+
+
+def _layout_elsewhere(top_k_index: Tensor, num_experts: int, alignment: int) -> list[Tensor]:
+    # Fake tensors and other subclasses must see torch ops.
+    if type(top_k_index) is Tensor and top_k_index.is_cuda:
+        kernels = _kernels()
+        if kernels is not None and kernels.takes(top_k_index.numel(), num_experts, alignment):
+            return kernels.device_layout(top_k_index, num_experts, alignment)
+    return _layout_torch(top_k_index, num_experts, alignment)
+
+
+@functools.cache
+def _kernels() -> Any:
+    """The module of our Triton kernels, or None where Triton cannot run; asked once, at the first CUDA ids."""
+    try:
+        from routed_experts.kernels import layout
+    except ImportError:
+        return None
+    return layout if layout.usable() else None
 
 
 def _from_parts(parts: list[Tensor] | tuple[Tensor, ...]) -> ExpertLayout:

@@ -95,7 +95,7 @@ def _down_tile(
     rows_M = a + pair_M.to(tl.int64) * INNER
     matrix = weight + expert.to(tl.int64) * W_E
     column_N = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    part: tl.constexpr = tl.cdiv(tl.cdiv(INNER, SPLIT), BLOCK_D) * BLOCK_D
+    part: tl.constexpr = (INNER + SPLIT * BLOCK_D - 1) // (SPLIT * BLOCK_D) * BLOCK_D
     split = tl.program_id(2)
     begin = split * part
     end = tl.minimum(begin + part, INNER)

@@ -21,7 +21,7 @@ from routed_experts.errors import RoutedExpertsError
 class Launch(NamedTuple):
     """One kernel: ``kernel[grid](*arguments, **constants, num_warps=..., num_stages=...)``.
 
-    ``arguments`` are what the kernel gets at run time, in its order: tensors, None where there is none, and int32
+    ``arguments`` are what the kernel gets at run time, in its order: tensors, None where there is none, and whole
     numbers that it does not specialize on. ``constants`` are its constexprs.
     """
 
@@ -72,12 +72,17 @@ def plan(launches: Sequence[tuple[Launch, Any]], tensors: Sequence[Tensor]) -> _
         return None
 
 
+def _width(value: int) -> str:
+    """The type that Triton gives a whole number."""
+    return "int32" if -(2**31) <= value < 2**31 else "int64"
+
+
 def _compiled(one: Launch, compiled: Any, slots: dict[int, int]) -> Any:
     metadata = compiled.metadata
     if metadata.num_ctas != 1 or getattr(metadata, "global_scratch_size", 0):
         raise AttributeError("a cluster or scratch memory, which only Triton provides")
     parameters = [
-        ("pointer", slots[id(value)]) if isinstance(value, Tensor) else ("int32", value)
+        ("pointer", slots[id(value)]) if isinstance(value, Tensor) else (_width(value), value)
         for value in one.arguments
         if value is not None  # Triton compiles None away
     ]

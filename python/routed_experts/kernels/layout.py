@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
+from routed_experts.kernels.launch import Launch, device_of, launch
 from routed_experts.kernels.layout_kernels import count_chunks, place_chunks, sort_small, sum_chunks
 from routed_experts.layout_device import layout_sizes
 
@@ -25,20 +26,6 @@ _QUERIES_SMALL, _KEYS_SMALL = 32, 1024
 _QUERIES, _KEYS = 32, 256
 _OWN, _WIDTH = 16, 64
 _COLUMNS, _ROWS = 16, 128
-
-
-class Launch(NamedTuple):
-    """One kernel of a call: ``kernel[(programs,)](*arguments, **constants, num_warps=num_warps)``.
-
-    ``constants`` are the kernel's constexprs, the same object for the same E, unit and kind of output, whatever
-    the ids; with the ids' dtype and ``num_warps`` they name the compiled kernel.
-    """
-
-    kernel: Any
-    programs: int
-    arguments: tuple[Any, ...]
-    constants: dict[str, int]
-    num_warps: int
 
 
 class Tiles(NamedTuple):
@@ -87,7 +74,7 @@ def device_layout(top_k_index: Tensor, num_experts: int, alignment: int) -> list
     """
     sizes = layout_sizes(top_k_index.numel(), num_experts, alignment)
     out = top_k_index.new_empty(sum(sizes), dtype=torch.int32)
-    launch_all(launches(top_k_index, out, num_experts, alignment, tiles=False), out.device)
+    _launch_all(top_k_index, out, num_experts, alignment, tiles=False)
     return list(torch.unsafe_split_with_sizes(out, sizes))
 
 
@@ -104,7 +91,7 @@ def sorted_tiles(top_k_index: Tensor, num_experts: int, block_rows: int) -> Tile
     """
     sizes = tile_sizes(top_k_index.numel(), num_experts, block_rows)
     out = top_k_index.new_empty(sum(sizes), dtype=torch.int32)
-    launch_all(launches(top_k_index, out, num_experts, block_rows, tiles=True), out.device)
+    _launch_all(top_k_index, out, num_experts, block_rows, tiles=True)
     return Tiles(*torch.unsafe_split_with_sizes(out, sizes))
 
 
@@ -114,12 +101,22 @@ def tile_sizes(pairs: int, num_experts: int, block_rows: int) -> list[int]:
     return [pairs, tiles, tiles, tiles]
 
 
-def launches(ids: Tensor, out: Tensor, num_experts: int, unit: int, *, tiles: bool) -> Iterator[Launch]:
-    """Yield the launches that fill ``out``, in order; scratch for large S is allocated on the way.
+def scratch_size(pairs: int, num_experts: int) -> int:
+    """How many int32 :func:`launches` need beside the output: none for few pairs."""
+    if pairs <= SMALL_PAIRS:
+        return 0
+    return (2 * _chunks(pairs, num_experts) + 1) * (num_experts + 1)
+
+
+def launches(
+    ids: Tensor, out: Tensor, scratch: Tensor, num_experts: int, unit: int, *, tiles: bool
+) -> Iterator[Launch]:
+    """Yield the launches that fill ``out``, in order.
 
     Args:
         ids: (T, K) ids.
         out: int32, contiguous, as long as :func:`layout_sizes` (or, for tiles, :func:`tile_sizes`) say in sum.
+        scratch: int32, as long as :func:`scratch_size` says.
         num_experts: E.
         unit: the alignment, or the rows of a tile.
         tiles: fill the fields of :class:`Tiles` and not those of a layout.
@@ -130,15 +127,23 @@ def launches(ids: Tensor, out: Tensor, num_experts: int, unit: int, *, tiles: bo
     constants = constants_of(num_experts, unit, tiles)
     if pairs <= SMALL_PAIRS:
         programs = constants["PROGRAMS"] + triton.cdiv(pairs, _QUERIES_SMALL)
-        yield Launch(sort_small, programs, (ids, out, *sizes), constants, warps)
+        yield Launch(sort_small, (programs, 1, 1), (ids, out, *sizes), constants, warps)
         return
     count, total, place = chunk_constants_of(num_experts, unit, tiles)
-    chunks = triton.cdiv(pairs, count["CHUNK"])
-    scratch = ids.new_empty((2 * chunks + 1) * (num_experts + 1), dtype=torch.int32)
-    yield Launch(count_chunks, chunks, (ids, scratch, *sizes), count, warps)
-    yield Launch(sum_chunks, triton.cdiv(num_experts + 1, _COLUMNS), (scratch, chunks), total, warps)
+    chunks = _chunks(pairs, num_experts)
+    yield Launch(count_chunks, (chunks, 1, 1), (ids, scratch, *sizes), count, warps)
+    yield Launch(sum_chunks, (triton.cdiv(num_experts + 1, _COLUMNS), 1, 1), (scratch, chunks), total, warps)
     programs = place["PROGRAMS"] + triton.cdiv(pairs, _QUERIES)
-    yield Launch(place_chunks, programs, (ids, out, scratch, *sizes, chunks), place, warps)
+    yield Launch(place_chunks, (programs, 1, 1), (ids, out, scratch, *sizes, chunks), place, warps)
+
+
+def _chunk(num_experts: int) -> int:
+    # A pair is compared with its chunk, and a chunk costs two numbers of scratch for each expert.
+    return 256 if num_experts <= 512 else 1024
+
+
+def _chunks(pairs: int, num_experts: int) -> int:
+    return int(triton.cdiv(pairs, _chunk(num_experts)))
 
 
 @functools.cache
@@ -152,8 +157,7 @@ def constants_of(num_experts: int, unit: int, tiles: bool) -> dict[str, int]:
 def chunk_constants_of(num_experts: int, unit: int, tiles: bool) -> tuple[dict[str, int], ...]:
     """Constants of ``count_chunks``, ``sum_chunks`` and ``place_chunks``."""
     shared = _shared_constants(num_experts, unit, tiles)
-    # A pair is compared with its chunk, and a chunk costs two numbers of scratch for each expert.
-    chunk = {"CHUNK": 256 if num_experts <= 512 else 1024}
+    chunk = {"CHUNK": _chunk(num_experts)}
     count = {"E": num_experts, "EP": shared["EP"], **chunk}
     total = {"E": num_experts, "COLUMNS": _COLUMNS, "ROWS": _ROWS}
     return count, total, {**shared, "QUERIES": _QUERIES, "KEYS": _KEYS, **chunk}
@@ -167,11 +171,8 @@ def _shared_constants(num_experts: int, unit: int, tiles: bool) -> dict[str, int
     return {**sizes, "PROGRAMS": programs, "OWN": _OWN, "WIDTH": _WIDTH}
 
 
-def launch_all(pending: Iterator[Launch], device: torch.device) -> None:
-    """Launch on the current stream of ``device``, which need not be the current device."""
-    if device.type == "cuda" and device.index != torch.cuda.current_device():
-        with torch.cuda.device(device):
-            return launch_all(pending, device)
-    for one in pending:
-        one.kernel[(one.programs,)](*one.arguments, **one.constants, num_warps=one.num_warps)
-    return None
+def _launch_all(ids: Tensor, out: Tensor, num_experts: int, unit: int, *, tiles: bool) -> None:
+    scratch = torch.empty(scratch_size(ids.numel(), num_experts), dtype=torch.int32, device=ids.device)
+    with device_of(ids):
+        for one in launches(ids, out, scratch, num_experts, unit, tiles=tiles):
+            launch(one)

@@ -11,6 +11,7 @@ from torch import nn
 
 from routed_experts.moe import run_experts
 
+_SPLIT = "_is_expert_parallel"
 ARGUMENTS = ("hidden_states", "top_k_index", "top_k_weights")
 
 
@@ -22,11 +23,21 @@ def call_experts(
     ``names`` are the module's own names of (hidden_states, top_k_index, top_k_weights); families differ in
     them and some models pass them by keyword. Other keywords go on to ``run_experts``.
     """
-    if kwargs:
-        args += tuple(kwargs.pop(name) for name in names[len(args) :] if name in kwargs)
+    if kwargs and len(args) < len(names):
+        args += tuple([kwargs.pop(name) for name in names[len(args) :] if name in kwargs])
     kwargs["experts"], kwargs["backend"] = module, backend
-    kwargs.setdefault("expert_parallel", bool(getattr(module, "_is_expert_parallel", False)))
+    if "expert_parallel" not in kwargs:
+        kwargs["expert_parallel"] = is_expert_parallel(module, False)
     return run_experts(*args, **kwargs)
+
+
+def is_expert_parallel(module: nn.Module, default: bool) -> bool:
+    """Return what transformers says in ``module._is_expert_parallel``; ``default`` where it says nothing."""
+    cls = type(module)
+    # nn.Module takes 1 us to find that something is missing.
+    if _SPLIT not in module.__dict__ and cls.__getattr__ is nn.Module.__getattr__ and not hasattr(cls, _SPLIT):
+        return default
+    return bool(getattr(module, _SPLIT, default))
 
 
 def argument_names(forward: Callable[..., Any]) -> tuple[str, ...]:

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from routed_experts.errors import DeviceError, DtypeError, ExpertIndexError, LayoutError
+from routed_experts.facts import CHECKED, environment_checks
 from routed_experts.layout import ID_CODES, INT32_LIMIT, first_out_of_range
 from routed_experts.weights import TENSOR_NAMES, ExpertWeights
-
-CHECKED = "ROUTED_EXPERTS_CHECKED"
 
 
 def check_call(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, experts: ExpertWeights) -> None:
@@ -125,7 +124,9 @@ def is_checked(checked: bool | None) -> bool:
     """Whether ids are to be checked: the argument, else ROUTED_EXPERTS_CHECKED."""
     if checked is not None:
         return checked
-    return os.environ.get(CHECKED, "") not in ("", "0")
+    if torch.compiler.is_compiling():  # which guards on os.environ, and not on what lies below it
+        return os.environ.get(CHECKED, "") not in ("", "0")
+    return environment_checks()
 
 
 def check_ids(top_k_index: Tensor, num_experts: int) -> Tensor:

@@ -65,7 +65,11 @@ def _all_true(valid: Tensor) -> bool:
 
 def wants_grad(*tensors: Tensor | None) -> bool:
     """Whether autograd has to hear of an operation on these tensors."""
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    if torch.is_grad_enabled():
+        for tensor in tensors:
+            if tensor is not None and tensor.requires_grad:
+                return True
+    return False
 
 
 def dispatch(x_TH: Tensor, routes: Routes) -> Tensor:

@@ -103,7 +103,7 @@ def experts_of(tensors: list[Tensor | None], declared: str) -> ExpertWeights:
     named = dict(zip(TENSOR_NAMES, tensors, strict=True))
     signature = (
         declared,
-        *(None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in tensors),
+        *(None if t is None else (t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % 16) for t in tensors),
     )
     template = _templates.get(signature)
     if template is None:

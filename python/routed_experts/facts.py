@@ -30,14 +30,16 @@ PACKAGES = (
 DEFAULT_BYTES = 1 << 30
 _MOST_BYTES = (1 << 63) - 1
 BATCHED_BYTES = "ROUTED_EXPERTS_BATCHED_BYTES"
+CHECKED = "ROUTED_EXPERTS_CHECKED"
 _MACHINE_VARIABLES = ("CUDA_HOME", "CUDA_PATH", "PATH", "DG_JIT_NVCC_COMPILER", "CUDA_VISIBLE_DEVICES")
 
 # Every call of a layer reads these. The dict inside os.environ answers ten times faster than os.environ does,
 # which decodes each value; where an interpreter has no such dict, the slow way is the same.
 _ENVIRON: Any = getattr(os.environ, "_data", os.environ)
-_ENCODE = os.environ.encodekey if _ENVIRON is not os.environ else str
-_CPU_KEYS = (_ENCODE(BATCHED_BYTES),)
-_CUDA_KEYS = tuple(_ENCODE(name) for name in (BATCHED_BYTES, *_MACHINE_VARIABLES))
+_encode = os.environ.encodekey if _ENVIRON is not os.environ else str
+_get = _ENVIRON.get
+_CHECKED, _BUDGET, *_MACHINE = map(_encode, (CHECKED, BATCHED_BYTES, *_MACHINE_VARIABLES))
+_UNCHECKED = (None, _encode(""), _encode("0"))
 
 
 class Device(NamedTuple):
@@ -95,7 +97,13 @@ class Facts:
 
 def environment(kind: str) -> tuple[Any, ...]:
     """Return the values of the variables that facts of this kind of device depend on; cheap to compare."""
-    return tuple(map(_ENVIRON.get, _CPU_KEYS if kind == "cpu" else _CUDA_KEYS))
+    budget = _get(_BUDGET)
+    return (budget,) if kind == "cpu" else (budget, *map(_get, _MACHINE))
+
+
+def environment_checks() -> bool:
+    """Return whether ``ROUTED_EXPERTS_CHECKED`` asks for ids to be checked; cheap enough for every call."""
+    return _get(_CHECKED) not in _UNCHECKED
 
 
 def batched_budget() -> int:

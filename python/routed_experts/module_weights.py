@@ -9,17 +9,26 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from routed_experts.errors import LayoutError, UnsupportedScheme
 from routed_experts.gates import ACTIVATIONS, activation_name
+from routed_experts.module_shortcut import Shortcut, shortcut_to
 from routed_experts.weights import SCALE_NAMES, TENSOR_NAMES, ExpertWeights
 
-# Checked layouts by module. They hold no tensor and no function of the module's, or none could ever be freed.
-_layouts: weakref.WeakKeyDictionary[nn.Module, tuple[Any, ExpertWeights]] = weakref.WeakKeyDictionary()
+
+class _Known(NamedTuple):
+    """What is remembered of a module. It holds no tensor and no function of the module's: none could be freed."""
+
+    signature: tuple[Any, ...]
+    layout: ExpertWeights  # checked
+    shortcut: Shortcut | None
+
+
+_known: weakref.WeakKeyDictionary[nn.Module, _Known] = weakref.WeakKeyDictionary()
 
 
 def follows_protocol(module: nn.Module) -> bool:
@@ -38,8 +47,17 @@ def resolve(experts: ExpertWeights | nn.Module) -> ExpertWeights:
         LayoutError: no experts module, or parameters that do not fit the flags that it declares.
         UnsupportedScheme: quantized parameters.
     """
+    if torch.compiler.is_compiling() and isinstance(experts, nn.Module):
+        return _read(experts, _tensors(experts))
+    return bind(experts)
+
+
+def bind(experts: ExpertWeights | nn.Module) -> ExpertWeights:
+    """Do what ``resolve`` does, outside of torch.compile."""
     if isinstance(experts, ExpertWeights):
-        return experts.bind()
+        if experts._module is None:
+            return experts
+        experts = experts._module
     if not isinstance(experts, nn.Module):
         raise LayoutError(
             "experts cannot be run",
@@ -47,24 +65,39 @@ def resolve(experts: ExpertWeights | nn.Module) -> ExpertWeights:
             needed="ExpertWeights or an experts module",
             hint="ExpertWeights(gate_up_proj=..., down_proj=...) takes stacked tensors",
         )
-    tensors = {name: getattr(experts, name, None) for name in TENSOR_NAMES}
-    if torch.compiler.is_compiling():
-        return _read(experts, tensors)
-    known = _layouts.get(experts)
+    known = _known.get(experts)
+    shortcut = None if known is None else known.shortcut
+    bound = None if shortcut is None else shortcut.bind(experts)
+    return _bind_anew(experts, known) if bound is None else bound
+
+
+def _bind_anew(module: nn.Module, known: _Known | None) -> ExpertWeights:
+    """Read a module attribute by attribute; check it, unless what is ``known`` of it still holds."""
+    tensors = _tensors(module)
     if known is None:
-        known = _remember(experts, tensors)
-    functions = _functions(experts, tensors)
-    if known[0] != _signature(experts, tensors, functions):
-        known = _remember(experts, tensors)
-    return known[1].with_tensors(tensors, **functions)
+        known = _remember(module, tensors)
+    else:
+        _refuse_quantized(module)
+        fits = known.signature == _signature(module, tensors, _functions(module, tensors))
+        if not fits or known.shortcut is not None:  # which did not find its way
+            known = _remember(module, tensors, known.layout if fits else None)
+    return known.layout.with_tensors(tensors, **_functions(module, tensors))
 
 
-def _remember(module: nn.Module, tensors: dict[str, Any]) -> tuple[Any, ExpertWeights]:
+def _remember(module: nn.Module, tensors: dict[str, Any], layout: ExpertWeights | None = None) -> _Known:
     weights = _read(module, tensors)
     functions = _functions(module, tensors)
-    layout = weights.with_tensors({}, **dict.fromkeys(functions))
-    _layouts[module] = known = (_signature(module, tensors, functions), layout)
+    if layout is None:
+        ours = ("activation", "act_fn") if functions["gate"] is not None else ("act_fn",)
+        kept = {"activation_name", *ours} if functions["activation_name"] is not None else set()
+        layout = weights.with_tensors({}, **dict.fromkeys(functions.keys() - kept))
+    known = _Known(_signature(module, tensors, functions), layout, shortcut_to(module, layout, weights))
+    _known[module] = known
     return known
+
+
+def _tensors(module: nn.Module) -> dict[str, Any]:
+    return {name: getattr(module, name, None) for name in TENSOR_NAMES}
 
 
 def _functions(module: nn.Module, tensors: dict[str, Any]) -> dict[str, Any]:
@@ -92,7 +125,7 @@ def _signature(module: nn.Module, tensors: dict[str, Any], functions: dict[str, 
         getattr(module, name, None) for name in ("num_experts", "has_gate", "is_transposed", "is_concatenated")
     )
     kinds = (functions["activation_name"], functions["gate"] is None, functions["post_expert_norm"] is None)
-    return shapes, flags, kinds
+    return weakref.ref(type(module)), shapes, flags, kinds
 
 
 def _read(module: nn.Module, tensors: dict[str, Any]) -> ExpertWeights:

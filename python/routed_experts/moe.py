@@ -26,7 +26,8 @@ from routed_experts.combine import (
 )
 from routed_experts.errors import LayoutError
 from routed_experts.layout import build_layout
-from routed_experts.module_weights import resolve
+from routed_experts.module_weights import bind, resolve
+from routed_experts.prepared import Prepared, call_key, keep
 from routed_experts.selection import Selection
 from routed_experts.weights import ExpertWeights
 
@@ -76,19 +77,26 @@ def run_experts(
         UnknownBackend, BackendUnavailable, UnsupportedExperts, GradientUnsupported: a backend asked for by name
             that cannot run this call; it is never replaced by another one.
     """
-    bound = resolve(experts)
-    check_call(hidden_states, top_k_index, top_k_weights, bound)
-    dtype = compute_dtype(hidden_states, bound, allow_cast)
-    if weights_on not in ("output", "input"):
-        raise LayoutError(
-            "unknown weights_on",
-            found=repr(weights_on),
-            needed="'output' or 'input'",
-            hint="'output' is what nearly every model means",
+    if torch.compiler.is_compiling():
+        bound, key = resolve(experts), None
+    else:
+        bound = bind(experts)
+        key = call_key(
+            hidden_states,
+            top_k_index,
+            top_k_weights,
+            bound,
+            backend,
+            expert_parallel,
+            checked,
+            allow_cast,
+            weights_on,
+            process_group,
         )
-    if is_checked(checked) and not expert_parallel:
-        top_k_index = check_ids(top_k_index, bound.num_experts)
-    call = Call(bound, hidden_states.to(dtype), top_k_index, top_k_weights, hidden_states.dtype)
+        prepared = bound._prepared.get(key)
+        if prepared is not None:
+            return run_prepared(prepared, bound, hidden_states, top_k_index, top_k_weights, weights_on)
+    call = check(hidden_states, top_k_index, top_k_weights, bound, expert_parallel, checked, allow_cast, weights_on)
     how = {
         "backend": selection.backend_name(backend),
         "training": wants_grad(hidden_states, top_k_weights, *bound.tensors()),
@@ -97,7 +105,48 @@ def run_experts(
     }
     if torch.compiler.is_compiling():
         return compiled.run(call, weights_on, how)
-    return execute(choose(call, how), call, weights_on)
+    row = choose(call, how)
+    keep(bound, key, row, call.x_TH.dtype)
+    return execute(row, call, weights_on)
+
+
+def check(
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    experts: ExpertWeights,
+    expert_parallel: bool,
+    checked: bool | None,
+    allow_cast: bool,
+    weights_on: str,
+) -> Call:
+    """Refuse what does not fit the experts, and bring the rest to the dtype that the products run in."""
+    check_call(hidden_states, top_k_index, top_k_weights, experts)
+    dtype = compute_dtype(hidden_states, experts, allow_cast)
+    if weights_on not in ("output", "input"):
+        raise LayoutError(
+            "unknown weights_on",
+            found=repr(weights_on),
+            needed="'output' or 'input'",
+            hint="'output' is what nearly every model means",
+        )
+    if is_checked(checked) and not expert_parallel:
+        top_k_index = check_ids(top_k_index, experts.num_experts)
+    return Call(experts, hidden_states.to(dtype), top_k_index, top_k_weights, hidden_states.dtype)
+
+
+def run_prepared(
+    prepared: Prepared, experts: ExpertWeights, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor, weights_on: str
+) -> Tensor:
+    """Run a call that an equal one has prepared: nothing is left to check but what the backend gives."""
+    row, run, shape, given, computed = prepared
+    x = x_TH if given is computed else x_TH.to(computed)
+    if run is None:
+        return execute(row, Call(experts, x, index_TK, weights_TK, given), weights_on)
+    out = run(experts, x, index_TK, weights_TK)
+    if type(out) is not Tensor or out.shape != shape:
+        out = _checked_result(row, out, *shape)
+    return out if out.dtype is given else out.to(given)
 
 
 def choose(call: Call, how: dict[str, Any]) -> Selection:
@@ -135,7 +184,7 @@ def run_on_input(row: Selection, call: Call) -> Tensor:
 def _run_routing(row: Selection, call: Call) -> Tensor:
     out = row.run(call.experts, call.x_TH, call.index_TK, call.weights_TK)
     if row.spec.gives == "tokens":
-        return _checked_result(row, out, call.x_TH.shape[0], call).to(call.dtype)
+        return _checked_result(row, out, *call.x_TH.shape).to(call.dtype)
     return _combine_result(row, out, call, pair_routes(call.index_TK, call.experts.num_experts))
 
 
@@ -165,11 +214,11 @@ def _combine_result(row: Selection, out: Tensor, call: Call, routes: Routes) -> 
     if row.spec.gives == "slots":
         routes = routes._replace(source_R=None, position_TK=None, exclusive=True)
     rows = routes.valid_TK.numel() if routes.source_R is None else routes.source_R.shape[0]
-    return combine(_checked_result(row, out, rows, call), call.weights_TK, routes, call.dtype)
+    return combine(_checked_result(row, out, rows, call.x_TH.shape[1]), call.weights_TK, routes, call.dtype)
 
 
-def _checked_result(row: Selection, out: Any, rows: int, call: Call) -> Tensor:
-    wanted = (rows, call.x_TH.shape[1])
+def _checked_result(row: Selection, out: Any, rows: int, hidden: int) -> Tensor:
+    wanted = (rows, hidden)
     if isinstance(out, Tensor) and out.shape == wanted:
         return out
     raise LayoutError(

@@ -43,6 +43,9 @@ SCALE_NAMES = (
 )
 
 
+_CACHES = ("_choices", "_prepared", "_plans")
+
+
 def _tensor(name: str) -> property:
     return property(lambda self: self._tensors[name], doc=f"The tensor ``{name}``, or None.")
 
@@ -140,7 +143,10 @@ class ExpertWeights:
     shard: tuple[int, int] | None = None  # (rank, world) of a rank's share
     _tensors: dict[str, Tensor | None]
     _module: nn.Module | None  # set by from_module: everything is then read from there
-    _choices: dict[Any, Any]
+    # Shared by all bindings of one layout; by plain data, never by tensors, and never holding any.
+    _choices: dict[Any, Any]  # rows of the backend table (selection.py)
+    _prepared: dict[Any, Any]  # calls that went through before (prepared.py)
+    _plans: dict[Any, Any]  # what backends have worked out for this layout
 
     def _set(
         self,
@@ -171,6 +177,8 @@ class ExpertWeights:
             "_tensors": tensors,
             "_module": None,
             "_choices": {},
+            "_prepared": {},
+            "_plans": {},
         }
         for key, value in values.items():
             object.__setattr__(self, key, value)  # the compiler of torch 2.9 cannot trace __dict__.update
@@ -218,7 +226,8 @@ class ExpertWeights:
 
     def tensors(self) -> list[Tensor | None]:
         """The tensors in the order of TENSOR_NAMES."""
-        return [getattr(self, name) for name in TENSOR_NAMES]
+        tensors = self.bind()._tensors
+        return [tensors[name] for name in TENSOR_NAMES]
 
     def bind(self) -> ExpertWeights:
         """Return these weights with every attribute of a live module read once, for one call."""
@@ -233,9 +242,7 @@ class ExpertWeights:
 
         ``functions`` are attributes that stand for the same computation in another object.
         """
-        bound = object.__new__(ExpertWeights)
-        bound.__dict__.update(self.__dict__, _tensors=tensors, **functions)
-        return bound
+        return from_state({**self.__dict__, "_tensors": tensors, **functions})
 
     @classmethod
     def from_module(cls, module: nn.Module) -> ExpertWeights:
@@ -294,6 +301,10 @@ class ExpertWeights:
 
         write_experts(self, path)
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy may go to another process or machine: what was found out on this one stays here.
+        return {name: {} if name in _CACHES else value for name, value in self.__dict__.items()}
+
     def __repr__(self) -> str:
         flags = [name for name in ("has_gate", "has_bias", "is_transposed", "is_concatenated") if getattr(self, name)]
         return (
@@ -301,6 +312,13 @@ class ExpertWeights:
             f"intermediate_size={self.intermediate_size}, dtype={self.dtype}, device={str(self.device)!r}, "
             f"activation={self.activation_name or self.activation!r}, {', '.join(flags)})"
         )
+
+
+def from_state(state: dict[str, Any]) -> ExpertWeights:
+    """Return weights whose attributes are ``state``, unchecked and not copied."""
+    weights = object.__new__(ExpertWeights)
+    object.__setattr__(weights, "__dict__", state)
+    return weights
 
 
 def _refuse_scales(given: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from routed_experts.calling import ARGUMENTS, call_experts
+from routed_experts.calling import ARGUMENTS, call_experts, is_expert_parallel
 from routed_experts.names import parse_name, to_config
 
 # Keywords under which some families pass the ids and weights.
@@ -33,11 +33,12 @@ def forward_for(name: str) -> ExpertsForward:
 @functools.cache
 def _forward(backend: str) -> ExpertsForward:
     def forward(module: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
-        for theirs, ours in _OTHER_NAMES.items():
-            if theirs in kwargs:
-                kwargs[ours] = kwargs.pop(theirs)
+        if kwargs:
+            for theirs, ours in _OTHER_NAMES.items():
+                if theirs in kwargs:
+                    kwargs[ours] = kwargs.pop(theirs)
         # Releases that do not say whether experts are split may have split them: foreign ids are then no mistake.
-        kwargs["expert_parallel"] = bool(getattr(module, "_is_expert_parallel", True))
+        kwargs["expert_parallel"] = is_expert_parallel(module, True)
         return call_experts(module, backend, ARGUMENTS, args, kwargs)
 
     forward.__name__ = forward.__qualname__ = f"{to_config(backend)}_forward"

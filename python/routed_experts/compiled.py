@@ -98,6 +98,11 @@ def declared(experts: ExpertWeights) -> str:
     )
 
 
+def is_transposed(declared: str) -> bool:
+    """What :func:`declared` said of the weights' layout."""
+    return declared.split(";")[3] == "True"
+
+
 def experts_of(tensors: list[Tensor | None], declared: str) -> ExpertWeights:
     """Weights of one operator call; the checks run once a layout."""
     named = dict(zip(TENSOR_NAMES, tensors, strict=True))

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from routed_experts.compiled import declared, experts_of
+from routed_experts.compiled import declared, experts_of, is_transposed
 from routed_experts.gates import apply_gate
-from routed_experts.weights import ExpertWeights
+from routed_experts.weights import TENSOR_NAMES, ExpertWeights
 
 
 def traced(experts: ExpertWeights, x: Tensor, ids: Tensor, weights: Tensor, *, in_one: bool) -> Tensor:
@@ -62,15 +62,21 @@ def _(x: Tensor, *rest: Any) -> Tensor:
 
 @_fused_up.register_fake
 def _(x: Tensor, ids: Tensor, tensors: list[Tensor | None], text: str) -> Tensor:
-    experts = experts_of(tensors, text)
-    return x.new_empty(ids.numel(), experts.intermediate_size * (1 + experts.has_gate))
+    gated, ungated, *_ = tensors
+    return x.new_empty(ids.numel(), _columns(ungated if gated is None else gated, text))
 
 
 @_fused_down.register_fake
 def _(a: Tensor, ids: Tensor, tensors: list[Tensor | None], text: str) -> Tensor:
-    return a.new_empty(ids.numel(), experts_of(tensors, text).hidden_size)
+    return a.new_empty(ids.numel(), _columns(tensors[TENSOR_NAMES.index("down_proj")], text))
 
 
 @_fused_weigh.register_fake
 def _(slots: Tensor, ids: Tensor, *rest: Any) -> Tensor:
     return slots.new_empty(ids.shape[0], slots.shape[1])
+
+
+def _columns(weight: Tensor | None, text: str) -> int:
+    """Columns of the product with a weight; fakes hold no memory, so the checks of real weights cannot run."""
+    assert weight is not None
+    return weight.shape[2 if is_transposed(text) else 1]

@@ -43,7 +43,7 @@ def build(kind="stock"):
         Experts._apply_gate = lambda self, up: up[:, ::2] * up[:, 1::2].tanh()
     if kind == "flags of the class":
         Experts.has_post_expert_norm = False
-    module = Experts({"function": F.relu, "unnamed": nn.Softsign()}.get(kind, nn.SiLU()))
+    module = Experts({"function": F.relu, "unnamed": nn.Softsign(), "own gate": nn.Tanh()}.get(kind, nn.SiLU()))
     if kind == "buffers and more":
         module.register_buffer("counts", torch.zeros(3))
         module.router = nn.Linear(2, 2)
@@ -152,6 +152,11 @@ def compute_down(self):
     return self._parameters["down_proj"] * 3
 
 
+def tripled(self, name):
+    value = nn.Module.__getattr__(self, name)
+    return value * 3 if name == "down_proj" else value
+
+
 CHANGES = {
     "another parameter": lambda m: setattr(m, "down_proj", weight(E, SIZE, SIZE)),
     "a parameter of another shape": lambda m: setattr(m, "down_proj", weight(E, SIZE, 3)),
@@ -165,6 +170,7 @@ CHANGES = {
         setattr(m.gate_up_proj, "data", m.gate_up_proj.data[:, :8]),
         setattr(m.down_proj, "data", m.down_proj.data[:, :, :4]),
     ),
+    "fewer experts than it says": lambda m: setattr(m.down_proj, "data", m.down_proj.data[: E - 1]),
     "cast": lambda m: m.to(torch.bfloat16),
     "moved to meta": lambda m: m.to("meta"),
     "frozen": lambda m: m.requires_grad_(False),
@@ -207,6 +213,12 @@ CHANGES = {
     "scales as parameters": lambda m: setattr(m, "gate_up_proj_scale_inv", weight(E)),
     "a norm": lambda m: (setattr(m, "post_expert_norm", nn.RMSNorm(SIZE)), setattr(m, "has_post_expert_norm", True)),
     "a norm that is missing": lambda m: setattr(m, "has_post_expert_norm", True),
+    "a norm that the class declares": lambda m: setattr(type(m), "has_post_expert_norm", True),
+    "scales where a weight is computed": lambda m: (
+        parametrized(m),
+        outcome(m),
+        setattr(m, "down_proj_scale_inv", torch.ones(E)),
+    ),
     "another class": retyped,
     "a gate for the class": lambda m: setattr(type(m), "_apply_gate", own_gate),
     "a gate for a base": lambda m: setattr(type(m).__mro__[1], "_apply_gate", own_gate),
@@ -215,14 +227,9 @@ CHANGES = {
     "a property over a parameter": lambda m: setattr(type(m), "down_proj", property(compute_down)),
     "a property over a flag": lambda m: setattr(type(m), "is_concatenated", property(lambda self: False)),
     "a flag of the class": lambda m: (delattr(m, "is_concatenated"), setattr(type(m), "is_concatenated", False)),
-    "own look-up": lambda m: setattr(type(m), "__getattribute__", lambda self, name: loud(self, name)),
+    "a look-up of its own": lambda m: setattr(type(m), "__getattr__", tripled),
     "nothing": lambda m: setattr(m, "something_else", 1),
 }
-
-
-def loud(self, name):
-    value = object.__getattribute__(self, name)
-    return value if name != "num_experts" else value + 1
 
 
 # What changes no number.
@@ -253,17 +260,19 @@ def test_every_change_is_seen(change, kind):
         assert not same(after, before)
 
 
-def test_the_choice_goes_with_the_address():
+@pytest.mark.parametrize(
+    "change",
+    ["data at another address", "data of other strides", "both weights narrower", "cast", "a bias where None was"],
+)
+def test_what_was_found_out_goes_with_the_layout(change):
     module = build()
     outcome(module)
-    first = module_weights.resolve(module)
-    assert module_weights.resolve(module)._choices is first._choices
-    assert module_weights.resolve(module)._plans is first._plans
-    misaligned(module)
-    second = module_weights.resolve(module)
-    assert second._choices is not first._choices
-    assert second._plans is not first._plans
-    assert second._prepared is not first._prepared
+    first, again = module_weights.resolve(module), module_weights.resolve(module)
+    CHANGES[change](module)
+    other = module_weights.resolve(module)
+    for name in ("_choices", "_prepared", "_plans"):
+        assert getattr(again, name) is getattr(first, name)
+        assert getattr(other, name) is not getattr(first, name)
 
 
 def test_what_was_found_out_stays_while_the_layout_does(long_ways):

@@ -12,6 +12,7 @@ from moe_inputs import inputs, make
 
 import routed_experts as rx
 from routed_experts import module_weights, moe, prepared
+from routed_experts.calling import is_expert_parallel
 from routed_experts.errors import (
     DeviceError,
     DtypeError,
@@ -328,6 +329,35 @@ def test_transforms_of_torch_func(register):
     for _ in range(2):
         torch.testing.assert_close(torch.func.vmap(call, (0, None))(batch, weights)[1], 2 * call(x, weights))
         torch.testing.assert_close(torch.func.grad(lambda x: call(x, weights).sum())(x), wanted)
+
+
+class Silent(torch.nn.Module):
+    pass
+
+
+class Split(Silent):
+    _is_expert_parallel = True
+
+
+class Computed(Silent):
+    _is_expert_parallel = property(lambda self: 0)
+
+
+class Passing(Silent):
+    def __getattr__(self, name):
+        return name == "_is_expert_parallel" or super().__getattr__(name)
+
+
+@pytest.mark.parametrize("default", [True, False])
+def test_whether_experts_are_split(default):
+    assert is_expert_parallel(Silent(), default) is default
+    assert is_expert_parallel(Split(), default) is True
+    assert is_expert_parallel(Computed(), default) is False
+    assert is_expert_parallel(Passing(), default) is True
+    for said in (True, False):
+        module = Silent()
+        module._is_expert_parallel = said
+        assert is_expert_parallel(module, default) is said
 
 
 @pytest.mark.gpu

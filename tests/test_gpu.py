@@ -249,27 +249,16 @@ def tiny_qwen():
 
 
 @pytest.mark.parametrize("beams", [1, 2])
-def test_generate_switches_once_and_gives_the_same_tokens(tiny_qwen, beams, monkeypatch):
+def test_generate_switches_once_and_gives_the_same_tokens(tiny_qwen, beams, asked):
     """Prefill on grouped_mm, decode on batched_mm, and back; the tokens are the model's own."""
-    from routed_experts import selection
-
     ids = torch.arange(1, 9, device="cuda")[None]
     arguments = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "num_beams": beams, "pad_token_id": 0}
     wanted = tiny_qwen.generate(ids, **arguments)
     rx.set_experts_implementation(tiny_qwen, "grouped_mm")
-    ran = []
-    original = selection.choose
-
-    def spy(*args, **kwargs):
-        chosen = original(*args, **kwargs)
-        ran.append(chosen.name)
-        return chosen
-
-    monkeypatch.setattr(selection, "choose", spy)
     got = tiny_qwen.generate(ids, **arguments)
     assert torch.equal(got, wanted)
     layers = tiny_qwen.config.num_hidden_layers
-    assert ran[:layers] == ["grouped_mm"] * layers
-    assert ran[layers:] == ["batched_mm"] * (len(ran) - layers)
-    assert len(ran) == 8 * layers
+    assert asked[:layers] == ["grouped_mm"] * layers
+    assert asked[layers:] == ["batched_mm"] * (len(asked) - layers)
+    assert len(asked) == 8 * layers
     assert rx.get_experts_implementation(tiny_qwen) == {"": "grouped_mm"}

@@ -89,8 +89,7 @@ def call_key(
 
 def keep(experts: ExpertWeights, key: tuple[Any, ...] | None, row: Selection, dtype: torch.dtype) -> None:
     """Keep what was decided for calls of this key over this layout."""
-    # Under the tracer of torch.jit sizes are tensors, which no key may hold.
-    if key is None or torch.jit.is_tracing():
+    if key is None:
         return
     if len(experts._prepared) >= _MOST_PREPARED:
         experts._prepared.clear()

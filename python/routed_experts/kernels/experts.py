@@ -1,16 +1,16 @@
 """The two products of an expert, gate and routing weight included, as Triton kernels.
 
 Letters: T tokens, K slots a token, S = T*K pairs, H hidden size, I intermediate size, M rows of a tile, N columns
-of a tile, D the summed dimension (H up, I down). Rows between the kernels are numbered by pair.
+of a tile, D the summed dimension (H up, I down).
 
 A program computes one tile: some rows of one expert, and BLOCK_N of its columns. Where its rows come from is
 the difference between the two regimes:
 
 * by pair (few pairs): no sort. Program ``p`` of axis 0 stands for pair ``p``; the first pair of each expert leads
-  and takes every row of that expert, so that weights are read once for each distinct expert.
-* by tile: program ``i`` takes tile ``i`` of :func:`kernels.layout.sorted_tiles`, largest experts first.
-
-Axis 1 is the column block. Programs of one expert's tiles are neighbours on axis 0 and share its weights in L2.
+  and takes every row of that expert, so that weights are read once for each distinct expert. Axis 1 is the column
+  block. Rows between the two products are numbered by pair.
+* by tile: a program takes one of the tiles of :func:`kernels.layout.sorted_tiles`, largest experts first, and one
+  column block. Rows between the products are the sorted ones.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import triton.language as tl
 
 from routed_experts.kernels.gates import activate, gate_pair
 from routed_experts.kernels.product import load_bias, product
-from routed_experts.kernels.rows import pairs_of_ranks, rows_of_pair, rows_of_tile
+from routed_experts.kernels.rows import pairs_of_ranks, rows_of_pair, rows_of_tile, tile_and_block
 from routed_experts.kernels.weigh import weigh_block
 
 # fmt: off
@@ -29,7 +29,7 @@ from routed_experts.kernels.weigh import weigh_block
 
 @triton.jit
 def _up_tile(
-    x, weight, bias, out, expert, pair_M, mask_M,
+    x, weight, bias, out, expert, pair_M, row_M, mask_M, block,
     K: tl.constexpr, HIDDEN: tl.constexpr, INNER: tl.constexpr,
     X_T: tl.constexpr, X_H: tl.constexpr, W_E: tl.constexpr, W_N: tl.constexpr, W_D: tl.constexpr,
     BIAS_E: tl.constexpr, BIAS_N: tl.constexpr,
@@ -46,7 +46,6 @@ def _up_tile(
     rows_M = x + (pair_M // K).to(tl.int64) * X_T
     matrix = weight + expert.to(tl.int64) * W_E
     begin, end = tl.full((), 0, tl.int32), tl.full((), HIDDEN, tl.int32)
-    block = tl.program_id(1)
     if GATE == "none" or GATE == "raw":
         column_N = block * BLOCK_N + tl.arange(0, BLOCK_N)
         acc = product(rows_M, mask_M, matrix, column_N, begin, end, HIDDEN, INNER, X_H, W_N, W_D,
@@ -79,22 +78,22 @@ def _up_tile(
         gate, linear = tl.split(tl.reshape(acc, (BLOCK_M, BLOCK_N, 2)))
         acc = gate_pair(gate, linear, ACTIVATION, LIMIT, ALPHA)
     column_N = block * BLOCK_N + tl.arange(0, BLOCK_N)
-    place = out + pair_M[:, None].to(tl.int64) * INNER + column_N[None, :]
+    place = out + row_M[:, None].to(tl.int64) * INNER + column_N[None, :]
     tl.store(place, acc.to(out.dtype.element_ty), mask=mask_M[:, None] & (column_N < INNER)[None, :])
 
 
 @triton.jit
 def _down_tile(
-    a, weight, bias, slots, expert, pair_M, mask_M, num_pairs,
+    a, weight, bias, slots, expert, pair_M, row_M, mask_M, block, num_pairs,
     HIDDEN: tl.constexpr, INNER: tl.constexpr, W_E: tl.constexpr, W_N: tl.constexpr, W_D: tl.constexpr,
     BIAS_E: tl.constexpr, BIAS_N: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SPLIT: tl.constexpr,
     EVEN: tl.constexpr, SWAP: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """One tile of the second product over one of SPLIT parts of I, not yet weighted."""
-    rows_M = a + pair_M.to(tl.int64) * INNER
+    rows_M = a + row_M.to(tl.int64) * INNER
     matrix = weight + expert.to(tl.int64) * W_E
-    column_N = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    column_N = block * BLOCK_N + tl.arange(0, BLOCK_N)
     part: tl.constexpr = (INNER + SPLIT * BLOCK_D - 1) // (SPLIT * BLOCK_D) * BLOCK_D
     split = tl.program_id(2)
     begin = split * part
@@ -104,8 +103,8 @@ def _down_tile(
     if bias is not None:
         value = load_bias(bias, expert, column_N, HIDDEN, BIAS_E, BIAS_N)[None, :]
         acc += tl.where(split == 0, value, 0.0)
-    row_M = split * num_pairs.to(tl.int64) + pair_M
-    place = slots + row_M[:, None] * HIDDEN + column_N[None, :]
+    slot_M = split * num_pairs.to(tl.int64) + pair_M
+    place = slots + slot_M[:, None] * HIDDEN + column_N[None, :]
     tl.store(place, acc.to(slots.dtype.element_ty), mask=mask_M[:, None] & (column_N < HIDDEN)[None, :])
 
 
@@ -128,8 +127,8 @@ def up_by_pair(
     for begin in range(0, count, BLOCK_M):
         pair_M = pairs_of_ranks(rank_S, begin, BLOCK_M, BLOCK_S)
         mask_M = begin + tl.arange(0, BLOCK_M) < count
-        _up_tile(x, weight, bias, out, expert, pair_M, mask_M, K, HIDDEN, INNER, X_T, X_H,
-                 W_E, W_N, W_D, BIAS_E, BIAS_N, GATE, ACTIVATION, LIMIT, ALPHA,
+        _up_tile(x, weight, bias, out, expert, pair_M, pair_M, mask_M, tl.program_id(1),
+                 K, HIDDEN, INNER, X_T, X_H, W_E, W_N, W_D, BIAS_E, BIAS_N, GATE, ACTIVATION, LIMIT, ALPHA,
                  BLOCK_M, BLOCK_N, BLOCK_D, EVEN, SWAP, PRECISION)
 
 
@@ -153,7 +152,7 @@ def down_by_pair(
     for begin in range(0, count, BLOCK_M):
         pair_M = pairs_of_ranks(rank_S, begin, BLOCK_M, BLOCK_S)
         mask_M = begin + tl.arange(0, BLOCK_M) < count
-        _down_tile(a, weight, bias, slots, expert, pair_M, mask_M, num_pairs, HIDDEN, INNER,
+        _down_tile(a, weight, bias, slots, expert, pair_M, pair_M, mask_M, block, num_pairs, HIDDEN, INNER,
                    W_E, W_N, W_D, BIAS_E, BIAS_N, BLOCK_M, BLOCK_N, BLOCK_D, SPLIT, EVEN, SWAP, PRECISION)
     # Every thread's stores come before the one thread's release.
     tl.debug_barrier()
@@ -166,34 +165,36 @@ def down_by_pair(
                          K, E, HIDDEN, IDS_T, IDS_K, WEIGHTS_T, WEIGHTS_K, BLOCK_T, BLOCK_N, SPLIT)
 
 
-@triton.jit(do_not_specialize=["num_pairs"])
+@triton.jit(do_not_specialize=["num_pairs", "num_tiles"])
 def up_by_tile(
-    x, tiles, weight, bias, out, num_pairs,
+    x, tiles, weight, bias, out, num_pairs, num_tiles,
     K: tl.constexpr, HIDDEN: tl.constexpr, INNER: tl.constexpr,
     X_T: tl.constexpr, X_H: tl.constexpr, W_E: tl.constexpr, W_N: tl.constexpr, W_D: tl.constexpr,
     BIAS_E: tl.constexpr, BIAS_N: tl.constexpr,
     GATE: tl.constexpr, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    EVEN: tl.constexpr, SWAP: tl.constexpr, PRECISION: tl.constexpr,
+    EVEN: tl.constexpr, SWAP: tl.constexpr, PRECISION: tl.constexpr, GROUP: tl.constexpr,
 ):
     """First product and gate, by tile."""
-    expert, pair_M, mask_M = rows_of_tile(tiles, num_pairs, BLOCK_M)
+    tile, block = tile_and_block(tl.program_id(0), (INNER + BLOCK_N - 1) // BLOCK_N, GROUP)
+    expert, pair_M, row_M, mask_M = rows_of_tile(tiles, tile, num_pairs, num_tiles, BLOCK_M)
     if expert >= 0:
-        _up_tile(x, weight, bias, out, expert, pair_M, mask_M, K, HIDDEN, INNER, X_T, X_H,
-                 W_E, W_N, W_D, BIAS_E, BIAS_N, GATE, ACTIVATION, LIMIT, ALPHA,
+        _up_tile(x, weight, bias, out, expert, pair_M, row_M, mask_M, block,
+                 K, HIDDEN, INNER, X_T, X_H, W_E, W_N, W_D, BIAS_E, BIAS_N, GATE, ACTIVATION, LIMIT, ALPHA,
                  BLOCK_M, BLOCK_N, BLOCK_D, EVEN, SWAP, PRECISION)
 
 
-@triton.jit(do_not_specialize=["num_pairs"])
+@triton.jit(do_not_specialize=["num_pairs", "num_tiles"])
 def down_by_tile(
-    a, tiles, weight, bias, slots, num_pairs,
+    a, tiles, weight, bias, slots, num_pairs, num_tiles,
     HIDDEN: tl.constexpr, INNER: tl.constexpr, W_E: tl.constexpr, W_N: tl.constexpr, W_D: tl.constexpr,
     BIAS_E: tl.constexpr, BIAS_N: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    EVEN: tl.constexpr, SWAP: tl.constexpr, PRECISION: tl.constexpr,
+    EVEN: tl.constexpr, SWAP: tl.constexpr, PRECISION: tl.constexpr, GROUP: tl.constexpr,
 ):
-    """Second product by tile, not yet weighted: a row of every pair."""
-    expert, pair_M, mask_M = rows_of_tile(tiles, num_pairs, BLOCK_M)
+    """Second product by tile, not yet weighted: sorted rows to a row of every pair."""
+    tile, block = tile_and_block(tl.program_id(0), (HIDDEN + BLOCK_N - 1) // BLOCK_N, GROUP)
+    expert, pair_M, row_M, mask_M = rows_of_tile(tiles, tile, num_pairs, num_tiles, BLOCK_M)
     if expert >= 0:
-        _down_tile(a, weight, bias, slots, expert, pair_M, mask_M, num_pairs, HIDDEN, INNER,
+        _down_tile(a, weight, bias, slots, expert, pair_M, row_M, mask_M, block, num_pairs, HIDDEN, INNER,
                    W_E, W_N, W_D, BIAS_E, BIAS_N, BLOCK_M, BLOCK_N, BLOCK_D, 1, EVEN, SWAP, PRECISION)

@@ -56,7 +56,7 @@ class Prepared:
         """
         self.launches, self.compiled = launches, compiled
         self.offsets, self.bytes = places(pieces)
-        self.shape, self.dtype, self.device, self.index = out.shape, out.dtype, out.device, out.device.index
+        self.index = out.device.index
 
     def __call__(self, experts: ExpertWeights, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """Run the call over tensors of the shapes, strides and dtypes that were planned."""
@@ -66,8 +66,9 @@ class Prepared:
         given = [tensor.data_ptr() for tensor in _operands(experts, x)]
         if any(address % _ALIGNMENT for address in given):
             return _through_triton(experts, x, ids, weights, None)
-        out = torch.empty(self.shape, dtype=self.dtype, device=self.device)
-        scratch = torch.empty(self.bytes, dtype=torch.uint8, device=self.device)
+        # Of all ways to ask for memory these two cost the host least.
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        scratch = x.new_empty(self.bytes, dtype=torch.uint8)
         base = scratch.data_ptr()
         pieces = [base + offset for offset in self.offsets]
         self.launches.launch(
@@ -115,7 +116,7 @@ def run_smaller(
 
 
 def _pieces(choice: Choice, sizes: Sizes, dtype: torch.dtype) -> list[Piece]:
-    """Scratch memory of a call: the gated units and the slots, both in pair order, and what finds the rows."""
+    """Scratch memory of a call: the gated units, the slots, and what finds the rows."""
     units, rows = (sizes.pairs, sizes.inner), (choice.split * sizes.pairs, sizes.hidden)
     if not choice.is_sorted:
         counters = Piece((mlp.counters_of(choice, sizes.hidden),), torch.int32)

@@ -21,6 +21,9 @@ from routed_experts.kernels.layout import tile_sizes
 from routed_experts.kernels.weigh import weigh as weigh_kernel
 from routed_experts.weights import ExpertWeights
 
+# Row tiles that go through the column blocks together; see kernels/rows.py.
+GROUP = 8
+
 
 class Sizes(NamedTuple):
     """T, K, E, H and I of one call."""
@@ -108,7 +111,7 @@ def up(
     *,
     is_raw: bool = False,
 ) -> Launch:
-    """First product and its gate, in pair order.
+    """First product and its gate; rows of the result are in pair order, or sorted where the choice is.
 
     Args:
         experts: the weights.
@@ -128,8 +131,9 @@ def up(
     }
     columns = triton.cdiv(out.shape[1], config.columns)
     if choice.is_sorted:
-        arguments: tuple[Any, ...] = (x, rows, weight, bias, out, sizes.pairs)
-        return _launch(kernels.up_by_tile, (num_tiles(sizes, config), columns, 1), arguments, constants, config)
+        arguments: tuple[Any, ...] = (x, rows, weight, bias, out, sizes.pairs, num_tiles(sizes, config))
+        constants["GROUP"] = GROUP
+        return _launch(kernels.up_by_tile, _tile_grid(sizes, config, columns), arguments, constants, config)
     constants.update(_id_constants(sizes, ids), BLOCK_S=_pair_block(sizes), COUNTERS=rows.numel())
     arguments = (x, ids, weight, bias, out, rows, sizes.pairs)
     return _launch(kernels.up_by_pair, (sizes.pairs, columns, 1), arguments, constants, config)
@@ -170,15 +174,15 @@ def down_by_pair(
 def down_by_tile(
     experts: ExpertWeights, choice: Choice, a: Tensor, ids: Tensor, tiles: Tensor, slots: Tensor
 ) -> Launch:
-    """Second product over sorted tiles; a is (S, I) and slots (S, H), both in pair order."""
+    """Second product over sorted tiles; a is (S, I), sorted; slots (S, H), in pair order."""
     sizes, weight, bias, config = sizes_of(experts, ids), experts.down_weight, experts.down_proj_bias, choice.down
     constants = {
         **_blocks(config, sizes.inner, sizes.hidden, choice.precision),
         **_weight_strides(weight, bias, experts.is_transposed),
-        **{"HIDDEN": sizes.hidden, "INNER": sizes.inner},
+        **{"HIDDEN": sizes.hidden, "INNER": sizes.inner, "GROUP": GROUP},
     }
-    grid = (num_tiles(sizes, config), triton.cdiv(sizes.hidden, config.columns), 1)
-    arguments = (a, tiles, weight, bias, slots, sizes.pairs)
+    grid = _tile_grid(sizes, config, triton.cdiv(sizes.hidden, config.columns))
+    arguments = (a, tiles, weight, bias, slots, sizes.pairs, num_tiles(sizes, config))
     return _launch(kernels.down_by_tile, grid, arguments, constants, config)
 
 
@@ -192,6 +196,10 @@ def weigh(slots: Tensor, ids: Tensor, weights: Tensor, out: Tensor, num_experts:
     }
     grid = (triton.cdiv(tokens, rows), triton.cdiv(hidden, columns), 1)
     return Launch(weigh_kernel, grid, (slots, ids, weights, out, tokens), constants)
+
+
+def _tile_grid(sizes: Sizes, config: Config, columns: int) -> tuple[int, int, int]:
+    return (triton.cdiv(num_tiles(sizes, config), GROUP) * GROUP * columns, 1, 1)
 
 
 def num_tiles(sizes: Sizes, config: Config) -> int:

@@ -42,15 +42,27 @@ def pairs_of_ranks(rank_S, begin, BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr):
 
 
 @triton.jit
-def rows_of_tile(tiles, num_pairs, BLOCK_M: tl.constexpr):
-    """Expert of this program's tile, -1 if none, and its pairs.
+def tile_and_block(program, BLOCKS: tl.constexpr, GROUP: tl.constexpr):
+    """Row tile and column block of a program.
+
+    GROUP tiles go through all BLOCKS together, tile by tile for each block: tiles of one expert then find its
+    weights in L2, and the tiles themselves stay there from block to block.
+    """
+    group = program // (GROUP * BLOCKS)
+    within = program % (GROUP * BLOCKS)
+    return group * GROUP + within % GROUP, within // GROUP
+
+
+@triton.jit
+def rows_of_tile(tiles, tile, num_pairs, num_tiles, BLOCK_M: tl.constexpr):
+    """Expert of a tile, -1 if it has none; its pairs, its sorted rows, and which of them there are.
 
     ``tiles`` holds the fields of :class:`kernels.layout.Tiles` one behind the other: order, expert, first, rows.
     """
-    tile, num_tiles = tl.program_id(0), tl.num_programs(0)
     fields = tiles + num_pairs
-    expert = tl.load(fields + tile)
-    first = tl.load(fields + num_tiles + tile)
+    exists = tile < num_tiles
+    expert = tl.load(fields + tile, mask=exists, other=-1)
+    first = tl.load(fields + num_tiles + tile, mask=exists, other=0)
     row_M = tl.arange(0, BLOCK_M)
-    mask_M = row_M < tl.load(fields + 2 * num_tiles + tile)
-    return expert, tl.load(tiles + first + row_M, mask=mask_M, other=0), mask_M
+    mask_M = row_M < tl.load(fields + 2 * num_tiles + tile, mask=exists, other=0)
+    return expert, tl.load(tiles + first + row_M, mask=mask_M, other=0), first + row_M, mask_M

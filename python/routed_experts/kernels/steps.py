@@ -1,7 +1,7 @@
 """The fused kernels one at a time, for experts whose gate or norm is code of their own.
 
-Rows stand in pair order, (S, ...); those of sentinels read 0, so that the code between the steps never meets what
-nobody wrote.
+Between the products rows are the sorted ones, behind the second in pair order. Rows of sentinels read 0, so that the
+code between the steps never meets what nobody wrote.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from routed_experts.weights import ExpertWeights
 
 
 def up_rows(experts: ExpertWeights, x: Tensor, ids: Tensor) -> Tensor:
-    """First product without its gate: x (T, H) and ids (T, K) to (S, N)."""
+    """First product without its gate: x (T, H) and ids (T, K) to (S, N), sorted by expert."""
     out = x.new_zeros(ids.numel(), experts.intermediate_size * (1 + experts.has_gate))
     return _sorted(experts, x, ids, out, lambda choice, tiles: mlp.up(experts, choice, x, ids, tiles, out, is_raw=True))
 
 
 def down_rows(experts: ExpertWeights, a: Tensor, ids: Tensor) -> Tensor:
-    """Second product, not yet weighted: a (S, I) and ids (T, K) to (S, H)."""
+    """Second product, not yet weighted: a (S, I), sorted, and ids (T, K) to (S, H) in pair order."""
     a = a.contiguous()
     out = a.new_zeros(ids.numel(), experts.hidden_size)
     return _sorted(experts, a, ids, out, lambda choice, tiles: mlp.down_by_tile(experts, choice, a, ids, tiles, out))

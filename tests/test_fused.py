@@ -33,9 +33,9 @@ def interpreted():
 
 @pytest.fixture
 def kernels():
-    from routed_experts.kernels import configs, fused, mlp
+    from routed_experts.kernels import choice, configs, fused
 
-    return {"configs": configs, "fused": fused, "mlp": mlp}
+    return {"configs": configs, "fused": fused, "choice": choice}
 
 
 def check(case, seed=0, **how):
@@ -96,15 +96,31 @@ def test_one_expert_for_every_slot(top_k, poisoned):
 @pytest.mark.parametrize("mean_rows", [2, 6, 30, 200])
 def test_every_configuration(table, mean_rows, kernels, monkeypatch, poisoned):
     capability = (9, 0) if table == "Hopper" else (8, 0)
-    monkeypatch.setattr(kernels["fused"], "limits", lambda device: (capability, 232448))
+    monkeypatch.setattr(kernels["fused"], "limits", lambda device: kernels["choice"].Device(capability, 232448))
     tokens = max(33, mean_rows)
     check(dataclasses.replace(BASE, tokens=tokens, num_experts=max(1, 2 * tokens // mean_rows), sizes=(72, 40)))
 
 
+@pytest.mark.parametrize("gate", ["silu", "oai", "own", "no gate, relu2"])
+@pytest.mark.parametrize(("is_transposed", "is_concatenated"), [(False, True), (False, False), (True, False)])
+@pytest.mark.parametrize("sizes", [(64, 136), (72, 264)])
+def test_large_calls_by_descriptor(gate, is_transposed, is_concatenated, sizes, kernels, monkeypatch, poisoned):
+    monkeypatch.setattr(kernels["choice"], "_LARGE_FLOPS", 0)
+    ran = []
+    launch = kernels["fused"].launch
+    monkeypatch.setattr(kernels["fused"], "launch", lambda one: ran.append(one.kernel.__name__) or launch(one))
+    flags = {"is_transposed": is_transposed, "is_concatenated": is_concatenated}
+    check(
+        dataclasses.replace(
+            BASE, tokens=130, num_experts=2, sizes=sizes, bias=True, routing="sentinels", gate=gate, **flags
+        )
+    )
+    assert {"up_large", "down_large"} <= set(ran)
+
+
 def test_parts_of_the_depth_are_summed(kernels, monkeypatch, poisoned):
-    mlp = kernels["mlp"]
-    choose = mlp.choose
-    monkeypatch.setattr(mlp, "choose", lambda *a, **k: choose(*a, **k)._replace(split=3))
+    choose = kernels["fused"].choose
+    monkeypatch.setattr(kernels["fused"], "choose", lambda *a, **k: choose(*a, **k)._replace(split=3))
     check(dataclasses.replace(BASE, tokens=2, sizes=(24, 400), bias=True, dtype=torch.float32))
 
 

@@ -18,24 +18,24 @@ from torch import Tensor
 from routed_experts import _core
 from routed_experts.errors import BackendUnavailable
 from routed_experts.kernels import mlp
+from routed_experts.kernels.choice import Choice, Device, Sizes, choose, float32_precision, sizes_of, smaller_choices
 from routed_experts.kernels.launch import Launch, device_of, launch, plan, raw_stream
 from routed_experts.kernels.layout import launches, scratch_size, tile_sizes
 from routed_experts.kernels.memory import Piece, cut, places
-from routed_experts.kernels.mlp import Choice, Sizes
 from routed_experts.weights import ExpertWeights
 
 # Token counts that vary without end must not collect plans without end.
 _MOST_PLANS = 512
 _ALIGNMENT = 16  # bytes: what a compiled kernel takes for granted of tokens and weights
 # The interpreter has no device of its own; it runs what Hopper would.
-_INTERPRETED = ((9, 0), 232448)
+_INTERPRETED = Device((9, 0), 232448)
 
 
 def run_fused(experts: ExpertWeights, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     """Run experts whose gate is one of ours: x (T, H), ids and weights (T, K) to (T, H) in the dtype of x."""
     key = (
         *(x.shape, x.stride(), x.dtype, ids.shape, ids.stride(), ids.dtype, weights.stride(), weights.dtype),
-        *(x.device, x.dtype is torch.float32 and mlp.float32_precision(x.dtype)),
+        *(x.device, x.dtype is torch.float32 and float32_precision(x.dtype)),
     )
     kept = experts._plans.get(key)
     if kept is None:
@@ -85,8 +85,8 @@ def _operands(experts: ExpertWeights, x: Tensor) -> list[Tensor]:
 
 def _through_triton(experts: ExpertWeights, x: Tensor, ids: Tensor, weights: Tensor, key: Any) -> Tensor:
     """Make the call through Triton, and keep its plan under the key unless that is None."""
-    sizes = mlp.sizes_of(experts, ids)
-    choice = mlp.choose(sizes, experts.has_gate, x.dtype, *limits(x.device))
+    sizes = sizes_of(experts, ids)
+    choice = choose(experts, sizes, x.dtype, limits(x.device))
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     pieces: list[Piece] = []
     made: list[Tensor] = []
@@ -96,7 +96,7 @@ def _through_triton(experts: ExpertWeights, x: Tensor, ids: Tensor, weights: Ten
         made[:] = cut(torch.empty(places(pieces)[1], dtype=torch.uint8, device=x.device), pieces)
         return _launches(experts, smaller, x, ids, weights, made, out)
 
-    done = run_smaller(mlp.smaller_choices(choice), out, attempt)
+    done = run_smaller(smaller_choices(choice), out, attempt)
     if key is not None:
         _keep(experts, key, done, [*_operands(experts, x), ids, weights, *made, out], pieces)
     return out
@@ -157,12 +157,12 @@ def _keep(
 
 
 @functools.cache
-def limits(device: torch.device) -> tuple[tuple[int, int], int]:
-    """Compute capability of a device, and the shared memory that a block may have there, in bytes."""
+def limits(device: torch.device) -> Device:
+    """What a choice depends on, asked of the driver once."""
     if device.type != "cuda":
         return _INTERPRETED
     properties = triton.runtime.driver.active.utils.get_device_properties(device.index)
-    return torch.cuda.get_device_capability(device), properties["max_shared_mem"]
+    return Device(torch.cuda.get_device_capability(device), properties["max_shared_mem"])
 
 
 def _too_large(device: torch.device) -> BackendUnavailable:

@@ -21,8 +21,8 @@ from routed_experts.errors import RoutedExpertsError
 class Launch(NamedTuple):
     """One kernel: ``kernel[grid](*arguments, **constants, num_warps=..., num_stages=...)``.
 
-    ``arguments`` are what the kernel gets at run time, in its order: tensors, None where there is none, and whole
-    numbers that it does not specialize on. ``constants`` are its constexprs.
+    ``arguments`` are what the kernel gets at run time, in its order: tensors or their descriptors, None where there is
+    none, and whole numbers that it does not specialize on. ``constants`` are its constexprs.
     """
 
     kernel: Any
@@ -72,8 +72,10 @@ def plan(launches: Sequence[tuple[Launch, Any]], tensors: Sequence[Tensor]) -> _
         return None
 
 
-def _width(value: int) -> str:
+def _width(value: Any) -> str:
     """The type that Triton gives a whole number."""
+    if not isinstance(value, int):
+        raise AttributeError("a descriptor, which only Triton passes")
     return "int32" if -(2**31) <= value < 2**31 else "int64"
 
 

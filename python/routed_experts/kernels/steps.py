@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from routed_experts.kernels import mlp
+from routed_experts.kernels.choice import Choice, choose, sizes_of, smaller_choices
 from routed_experts.kernels.fused import limits, run_smaller
 from routed_experts.kernels.launch import Launch
 from routed_experts.kernels.layout import launches, scratch_size, tile_sizes
-from routed_experts.kernels.mlp import Choice
 from routed_experts.weights import ExpertWeights
 
 
@@ -44,8 +44,8 @@ def _sorted(
     experts: ExpertWeights, rows: Tensor, ids: Tensor, out: Tensor, product: Callable[[Choice, Tensor], Launch]
 ) -> Tensor:
     """Sort the pairs into tiles and launch one product over them."""
-    sizes = mlp.sizes_of(experts, ids)
-    choice = mlp.choose(sizes, experts.has_gate, rows.dtype, *limits(rows.device), is_sorted=True)
+    sizes = sizes_of(experts, ids)
+    choice = choose(experts, sizes, rows.dtype, limits(rows.device), is_sorted=True)
 
     def lists(attempt: Choice) -> Iterable[Launch]:
         length = sum(tile_sizes(sizes.pairs, sizes.experts, attempt.up.rows))
@@ -56,5 +56,5 @@ def _sorted(
         yield from launches(ids, tiles, chunks, sizes.experts, attempt.up.rows, tiles=True)
         yield product(attempt, tiles)
 
-    run_smaller(mlp.smaller_choices(choice), out, lists)
+    run_smaller(smaller_choices(choice), out, lists)
     return out

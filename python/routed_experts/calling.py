@@ -33,10 +33,11 @@ def call_experts(
 
 def is_expert_parallel(module: nn.Module, default: bool) -> bool:
     """Return what transformers says in ``module._is_expert_parallel``; ``default`` where it says nothing."""
-    cls = type(module)
     # nn.Module takes 1 us to find that something is missing.
-    if _SPLIT not in module.__dict__ and cls.__getattr__ is nn.Module.__getattr__ and not hasattr(cls, _SPLIT):
-        return default
+    if not torch.compiler.is_compiling() and _SPLIT not in module.__dict__:
+        cls = type(module)
+        if cls.__getattr__ is nn.Module.__getattr__ and not hasattr(cls, _SPLIT):
+            return default
     return bool(getattr(module, _SPLIT, default))
 
 

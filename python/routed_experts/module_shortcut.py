@@ -92,12 +92,14 @@ class Shortcut:
             act = None if self._act is None else own["act_fn"] if "act_fn" in own else modules["act_fn"]
         except KeyError:  # a flag has gone, or the last name of one group is now the first of the next
             return None
-        if not self._is_same_class(type(module)) or not _is(act, self._act):
+        if not self._is_same_class(type(module)):
             return None
         state = self._layout.__dict__.copy()
         state["_tensors"] = tensors
         if self._act is None:
             state["gate"] = module._apply_gate
+        elif act is None or self._act() is not act:  # None is also what is left of one that is gone
+            return None
         else:
             state["activation"] = act
             if state["activation_name"] is None:
@@ -114,12 +116,10 @@ class Shortcut:
         for name, value in self._class_flags:
             if getattr(cls, name) is not value:
                 return False
-        return self._gate is None or _is(cls._apply_gate, self._gate)  # type: ignore[attr-defined]
-
-
-def _is(thing: object, reference: weakref.ref[Any] | None) -> bool:
-    """Whether this is what was held; of what is gone, None is left."""
-    return thing is None if reference is None else thing is not None and reference() is thing
+        if self._gate is None:
+            return True
+        gate = cls._apply_gate  # type: ignore[attr-defined]
+        return gate is not None and self._gate() is gate
 
 
 def _look(tensor: Tensor | None) -> tuple[Any, ...]:

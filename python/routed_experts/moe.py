@@ -2,7 +2,7 @@
 
 Shape suffixes: T tokens, K slots a token, S = T*K pairs, R rows of a layout, E experts, H hidden size, I
 intermediate size. The way of a token: checked here, laid out in layout.py, gathered in combine.py, run in
-backends/NAME.py, and back through combine.py.
+backends/NAME.py, and back through combine.py. A call whose like has gone this way is short: see prepared.py.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def run_experts(
     if torch.compiler.is_compiling():
         return compiled.run(call, weights_on, how)
     row = choose(call, how)
-    keep(bound, key, row, call.x_TH.dtype)
+    keep(row, call, weights_on, key)
     return execute(row, call, weights_on)
 
 

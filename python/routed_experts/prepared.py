@@ -9,7 +9,7 @@ does not describe (ids to be checked, subclasses of tensors, other devices) alwa
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, get_autocast_dtype, is_autocast_enabled, is_grad_enabled
@@ -19,6 +19,9 @@ from routed_experts.combine import wants_grad
 from routed_experts.facts import environment, environment_checks
 from routed_experts.selection import Selection
 from routed_experts.weights import ExpertWeights
+
+if TYPE_CHECKING:
+    from routed_experts.moe import Call
 
 # A server sees every number of tokens up to its largest batch; prompts of ever new lengths must not pile up.
 _MOST_PREPARED = 512
@@ -87,13 +90,13 @@ def call_key(
     )
 
 
-def keep(experts: ExpertWeights, key: tuple[Any, ...] | None, row: Selection, dtype: torch.dtype) -> None:
-    """Keep what was decided for calls of this key over this layout."""
+def keep(row: Selection, call: Call, weights_on: str, key: tuple[Any, ...] | None) -> None:
+    """Keep what was decided for a call, and so for all calls of its key over its layout."""
     if key is None:
         return
-    if len(experts._prepared) >= _MOST_PREPARED:
-        experts._prepared.clear()
-    shape, given, weights_on = key[0], key[1], key[12]
+    kept = call.experts._prepared
+    if len(kept) >= _MOST_PREPARED:
+        kept.clear()
     straight = (row.spec.takes, row.spec.gives, weights_on) == ("routing", "tokens", "output")
-    run = row.run if straight and shape.numel() and key[3].numel() else None
-    experts._prepared[key] = Prepared(row, run, shape, given, dtype)
+    run = row.run if straight and call.x_TH.numel() and call.index_TK.numel() else None
+    kept[key] = Prepared(row, run, call.x_TH.shape, call.dtype, call.x_TH.dtype)

@@ -6,7 +6,8 @@ import dataclasses
 
 import pytest
 import torch
-from cases import Case, build
+from cases import BASE_CASE as BASE
+from cases import build
 from oracle import TOLERANCE, experts_oracle, relative_error
 
 import routed_experts as rx
@@ -16,23 +17,6 @@ NEEDS_CUDA = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-BASE = Case(
-    tokens=17,
-    top_k=2,
-    num_experts=8,
-    sizes=(64, 32),
-    dtype=torch.bfloat16,
-    gate="silu",
-    is_transposed=False,
-    is_concatenated=True,
-    bias=False,
-    norm=False,
-    routing="all here",
-    index_dtype=torch.int64,
-    weights_dtype=torch.float32,
-    weights_on="output",
-    strided=False,
-)
 
 
 def to_device(tensor, device=DEVICE):

@@ -17,6 +17,8 @@ from routed_experts.weights import ExpertWeights
 # From this many operations on, some 50 us of a large GPU, descriptors are worth what they cost the host.
 _LARGE_FLOPS = 2e10
 _LARGE_ROWS = 128
+# By pair, column blocks are on an axis of the grid that is no longer than this; the narrowest has so many columns.
+_MOST_BLOCKS, _LEAST_COLUMNS = 2**16 - 1, 32
 
 
 class Sizes(NamedTuple):
@@ -74,7 +76,8 @@ def choose(
         device: where they run.
         is_sorted: sort however few the pairs are.
     """
-    is_sorted = is_sorted or sizes.pairs > configs.MOST_PAIRS_UNSORTED
+    widest = max(sizes.hidden, sizes.inner) // _LEAST_COLUMNS
+    is_sorted = is_sorted or sizes.pairs > configs.MOST_PAIRS_UNSORTED or widest >= _MOST_BLOCKS
     if is_sorted:
         up, down = configs.sorted_configs(device.capability, sizes.pairs, sizes.experts)
     else:
@@ -100,7 +103,8 @@ def smaller_choices(choice: Choice) -> Iterator[Choice]:
 
 def float32_precision(dtype: torch.dtype) -> str:
     """``ieee``, or ``tf32`` where the products are float32 and torch's own switch allows it."""
-    allowed = dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
+    # allow_tf32 raises once this newer name has been set; this one answers for both, and for the global switches.
+    allowed = dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
     return "tf32" if allowed else "ieee"
 
 

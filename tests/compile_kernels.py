@@ -54,9 +54,9 @@ def launches(capability, dtype, tokens, slots, experts, hidden, inner):
     device = Device(divmod(capability, 10), SHARED[capability])
     sizes = sizes_of(weights, ids)
     choice = choose(weights, sizes, dtype, device)
-    pieces = fused._pieces(choice, sizes, dtype)
+    pieces = fused.pieces_of(choice, sizes, dtype)
     made = cut(torch.empty(places(pieces)[1], dtype=torch.uint8), pieces)
-    return fused._launches(weights, choice, x, ids, scale, made, torch.empty_like(x))
+    return fused.launches_of(weights, choice, x, ids, scale, made, torch.empty_like(x))
 
 
 def main():

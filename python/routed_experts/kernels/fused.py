@@ -64,16 +64,15 @@ class Prepared:
             with torch.cuda.device(self.index):
                 return self(experts, x, ids, weights)
         given = [tensor.data_ptr() for tensor in _operands(experts, x)]
-        if any(address % _ALIGNMENT for address in given):
+        routing = ids.data_ptr(), weights.data_ptr()
+        if any(address % _ALIGNMENT for address in given) or not all((*given, *routing)):
             return _through_triton(experts, x, ids, weights, None)
         # Of all ways to ask for memory these two cost the host least.
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         scratch = x.new_empty(self.bytes, dtype=torch.uint8)
         base = scratch.data_ptr()
         pieces = [base + offset for offset in self.offsets]
-        self.launches.launch(
-            raw_stream(self.index), (*given, ids.data_ptr(), weights.data_ptr(), *pieces, out.data_ptr())
-        )
+        self.launches.launch(raw_stream(self.index), (*given, *routing, *pieces, out.data_ptr()))
         return out
 
 
@@ -92,9 +91,9 @@ def _through_triton(experts: ExpertWeights, x: Tensor, ids: Tensor, weights: Ten
     made: list[Tensor] = []
 
     def attempt(smaller: Choice) -> Iterator[Launch]:
-        pieces[:] = _pieces(smaller, sizes, x.dtype)
+        pieces[:] = pieces_of(smaller, sizes, x.dtype)
         made[:] = cut(torch.empty(places(pieces)[1], dtype=torch.uint8, device=x.device), pieces)
-        return _launches(experts, smaller, x, ids, weights, made, out)
+        return launches_of(experts, smaller, x, ids, weights, made, out)
 
     done = run_smaller(smaller_choices(choice), out, attempt)
     if key is not None:
@@ -103,19 +102,19 @@ def _through_triton(experts: ExpertWeights, x: Tensor, ids: Tensor, weights: Ten
 
 
 def run_smaller(
-    attempts: Iterable[Any], out: Tensor, launches_of: Callable[[Any], Iterable[Launch]]
+    attempts: Iterable[Any], out: Tensor, listed: Callable[[Any], Iterable[Launch]]
 ) -> list[tuple[Launch, Any]]:
     """Launch the first attempt that the device has room for; return its launches and their compiled kernels."""
     with device_of(out):
         for attempt in attempts:
             try:
-                return [(one, launch(one)) for one in launches_of(attempt)]
+                return [(one, launch(one)) for one in listed(attempt)]
             except triton.OutOfResources:
                 continue
     raise _too_large(out.device)
 
 
-def _pieces(choice: Choice, sizes: Sizes, dtype: torch.dtype) -> list[Piece]:
+def pieces_of(choice: Choice, sizes: Sizes, dtype: torch.dtype) -> list[Piece]:
     """Scratch memory of a call: the gated units, the slots, and what finds the rows."""
     units, rows = (sizes.pairs, sizes.inner), (choice.split * sizes.pairs, sizes.hidden)
     if not choice.is_sorted:
@@ -126,7 +125,7 @@ def _pieces(choice: Choice, sizes: Sizes, dtype: torch.dtype) -> list[Piece]:
     return [Piece(units, dtype), Piece(rows, dtype), Piece((lists,), torch.int32), Piece((chunks,), torch.int32)]
 
 
-def _launches(
+def launches_of(
     experts: ExpertWeights, choice: Choice, x: Tensor, ids: Tensor, weights: Tensor, made: list[Tensor], out: Tensor
 ) -> Iterator[Launch]:
     """The kernels of a call, in order; ``made`` is the memory of :func:`_pieces`."""
@@ -158,11 +157,27 @@ def _keep(
 
 @functools.cache
 def limits(device: torch.device) -> Device:
-    """What a choice depends on, asked of the driver once."""
+    """What a choice depends on, asked of the driver once.
+
+    Raises:
+        BackendUnavailable: Triton cannot build its own access to the driver.
+    """
     if device.type != "cuda":
         return _INTERPRETED
-    properties = triton.runtime.driver.active.utils.get_device_properties(device.index)
+    try:
+        properties = triton.runtime.driver.active.utils.get_device_properties(device.index)
+    except Exception as error:  # Triton lets through whatever its build raises.
+        raise _cannot_build(error) from error
     return Device(torch.cuda.get_device_capability(device), properties["max_shared_mem"])
+
+
+def _cannot_build(error: Exception) -> BackendUnavailable:
+    return BackendUnavailable(
+        "Triton cannot launch kernels here",
+        found=f"{type(error).__name__}: {error}",
+        needed="a C compiler (gcc or clang) and Python's headers, with which Triton builds its launcher",
+        hint='install them or set CC; until then use backend="grouped_mm"',
+    )
 
 
 def _too_large(device: torch.device) -> BackendUnavailable:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from routed_experts import _core
-from routed_experts.errors import RoutedExpertsError
+from routed_experts.errors import DtypeError, RoutedExpertsError
 
 
 class Launch(NamedTuple):
@@ -34,8 +34,25 @@ class Launch(NamedTuple):
 
 
 def launch(one: Launch) -> Any:
-    """Launch through Triton, on the current stream of the current device; return the compiled kernel."""
+    """Launch through Triton, on the current stream of the current device; return the compiled kernel.
+
+    Raises:
+        DtypeError: a tensor that has no memory of its own.
+    """
+    for argument in one.arguments:
+        if isinstance(argument, Tensor) and argument.numel() and not argument.data_ptr():
+            raise _no_memory(argument)
     return one.kernel[one.grid](*one.arguments, **one.constants, num_warps=one.num_warps, num_stages=one.num_stages)
+
+
+def _no_memory(tensor: Tensor) -> DtypeError:
+    # What wraps other tensors (a DTensor, a fake one) has address 0, and the kernel would read there.
+    return DtypeError(
+        "a kernel needs tensors with memory of their own",
+        found=f"{type(tensor).__name__} of shape {tuple(tensor.shape)} without an address",
+        needed="torch.Tensor",
+        hint="pass what it wraps, DTensor.to_local()",
+    )
 
 
 def device_of(tensor: Tensor) -> Any:

@@ -13,7 +13,7 @@ import triton.language as tl
 def load_expert(ids, pair, K: tl.constexpr, E: tl.constexpr, IDS_T: tl.constexpr, IDS_K: tl.constexpr, mask):
     """Experts of pairs; -1 for a sentinel and where the mask is off."""
     token, slot = pair // K, pair % K
-    expert = tl.load(ids + token.to(tl.int64) * IDS_T + slot * IDS_K, mask=mask, other=0).to(tl.int64)
+    expert = tl.load(ids + token.to(tl.int64) * IDS_T + slot.to(tl.int64) * IDS_K, mask=mask, other=0).to(tl.int64)
     return tl.where(mask & (expert >= 0) & (expert < E), expert, -1).to(tl.int32)
 
 

@@ -21,6 +21,18 @@ def doubled(self, gate_up):
     return 2 * gate_up.chunk(2, dim=-1)[0]
 
 
+def elsewhere(self, gate_up):
+    """A formula that is ours, in a file that is no family's."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return self.act_fn(gate) * up
+
+
+def posing(module):
+    cls = type(module)
+    elsewhere.__module__, elsewhere.__qualname__ = cls.__module__, cls._apply_gate.__qualname__
+    cls._apply_gate = elsewhere
+
+
 def retyped(module):
     module.__class__ = type("Other", (type(module),), {"_apply_gate": doubled})
 
@@ -39,6 +51,11 @@ STAYS = {
     "a method of the class": lambda m: setattr(type(m), "_apply_gate", doubled),
     "a wrapped method of the class": lambda m: setattr(
         type(m), "_apply_gate", functools.wraps(type(m)._apply_gate)(doubled)
+    ),
+    "a method from elsewhere": lambda m: setattr(type(m), "_apply_gate", elsewhere),
+    "a method from elsewhere under the same name": posing,
+    "a subclass with a method from elsewhere": lambda m: setattr(
+        m, "__class__", type("Other", (type(m),), {"_apply_gate": elsewhere})
     ),
     "a subclass": retyped,
     "a subclass under the same name": retyped_under_the_same_name,

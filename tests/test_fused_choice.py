@@ -83,5 +83,5 @@ def test_tensors_without_memory_are_refused(place):
     """A kernel would read address 0, and take the process' CUDA context with it."""
     *inputs, tensors, flags = build(BASE)
     inputs[place] = Wrapper(inputs[place])
-    with pytest.raises(rx.DtypeError, match="Wrapper of shape .* without an address"):
+    with pytest.raises(rx.DtypeError, match=r"Wrapper of shape .* without an address"):
         fused.run_fused(rx.ExpertWeights(**tensors, **flags), *inputs)

@@ -85,4 +85,4 @@ class SwitchError(RoutedExpertsError, RuntimeError):
 
 
 class DeviceError(RoutedExpertsError, RuntimeError):
-    """Tensors on devices that do not go together."""
+    """Tensors on devices that do not go together, no such device, or a launch that the CUDA driver refuses."""

@@ -27,7 +27,7 @@ pub enum ErrorKind {
     CheckpointError,
     /// A backend switch that is not possible.
     SwitchError,
-    /// Tensors on devices that do not go together.
+    /// Tensors on devices that do not go together, or a launch that the CUDA driver refuses.
     DeviceError,
 }
 

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("triton", reason="Triton is not installed")
 
 
-@pytest.mark.parametrize("capability", [80, 86, 90, 120])
+@pytest.mark.parametrize("capability", [80, 90, 120])
 @pytest.mark.timeout(400)
 def test_kernels_compile_and_fit(capability, tmp_path):
     # Compiling needs Triton itself, and this process may have its interpreter.
@@ -27,5 +27,7 @@ def test_kernels_compile_and_fit(capability, tmp_path):
     assert done.returncode == 0, done.stderr
     lines = [line.split() for line in done.stdout.splitlines()]
     wanted = {"up_by_pair", "down_by_pair", "up_by_tile", "down_by_tile", "weigh", "sort_small", "place_chunks"}
+    if capability >= 90:
+        wanted |= {"up_large", "down_large"}
     assert wanted <= {name for _, name, _, _ in lines}
     assert all(int(used) <= int(limit) for _, _, used, limit in lines), lines

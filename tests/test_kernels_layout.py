@@ -242,7 +242,7 @@ many = torch.zeros(1, 1, dtype=torch.int64).expand(8193, 1)
 cases = [(8, 1, False, "*i64"), (60, 128, False, "*u16"), (128, 16, True, "*i32")]
 launches = [(one, ids_type) for experts, unit, tiles, ids_type in cases for ids in (many[:8], many)
             for one in layout.launches(ids, out, out, experts, unit, tiles=tiles)]
-for capability in (80, 90, 120):
+for capability in (80, 120):
     for one, ids_type in launches:
         names = one.kernel.arg_names
         types = ["*i32" if isinstance(argument, torch.Tensor) else "i32" for argument in one.arguments]
@@ -263,4 +263,4 @@ for capability in (80, 90, 120):
 def test_every_kernel_compiles_for_devices_that_are_not_here(tmp_path):
     compiled = in_another_process(COMPILE, TRITON_CACHE_DIR=str(tmp_path)).splitlines()
     names = {"sort_small", "count_chunks", "sum_chunks", "place_chunks"}
-    assert set(compiled) == {f"{capability} {name}" for capability in (80, 90, 120) for name in names}
+    assert set(compiled) == {f"{capability} {name}" for capability in (80, 120) for name in names}

@@ -44,7 +44,7 @@ def run_fused(experts: ExpertWeights, x: Tensor, ids: Tensor, weights: Tensor) -
     return out
 
 
-class Prepared:
+class Planned:
     """A call that was made before: its launches need new addresses and nothing else."""
 
     def __init__(
@@ -152,7 +152,7 @@ def _keep(
         return
     if len(experts._plans) >= _MOST_PLANS:
         experts._plans.clear()
-    experts._plans[key] = Prepared(launch_plan, [compiled for _, compiled in done], pieces, out)
+    experts._plans[key] = Planned(launch_plan, [compiled for _, compiled in done], pieces, out)
 
 
 @functools.cache

@@ -220,7 +220,7 @@ def test_capture_needs_a_path_that_does_not_wait():
     weights = rx.ExpertWeights(
         gate_up_proj=torch.empty(4, 64, 63, device="meta"), down_proj=torch.empty(4, 63, 32, device="meta")
     )
-    facts = rx.current_facts("cpu").replace(capability=(9, 0))
+    facts = rx.current_facts("cpu").replace(capability=(9, 0), packages={})  # without Triton, so without fused
     with pytest.raises(rx.BackendUnavailable, match="captur"):
         rx.select_backend(weights, num_tokens=4, backend="grouped_mm", capturing=True, facts=facts)
     assert rx.select_backend(weights, num_tokens=4, capturing=True, facts=facts).name == "batched_mm"
@@ -232,7 +232,7 @@ def test_auto_never_copies_past_the_limit():
         gate_up_proj=torch.empty(128, 1536, 2048, dtype=torch.bfloat16, device="meta"),
         down_proj=torch.empty(128, 2048, 768, dtype=torch.bfloat16, device="meta"),
     )
-    facts = rx.current_facts("cpu").replace(capability=(9, 0))
+    facts = rx.current_facts("cpu").replace(capability=(9, 0), packages={})  # without Triton, so without fused
     few = rx.select_backend(weights, num_tokens=1, num_top_k=8, facts=facts)
     many = rx.select_backend(weights, num_tokens=4096, num_top_k=8, facts=facts)
     assert few.name == "batched_mm"

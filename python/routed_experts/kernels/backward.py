@@ -132,8 +132,7 @@ class Backward:
         experts, sizes, grad = self.experts, self.sizes, self.grad
 
         def attempt(choice: Choice) -> Iterable[Launch]:
-            blocks = gradient_launches.unit_blocks(choice, sizes)
-            shape = (blocks, sizes.pairs)
+            shape = (gradient_launches.unit_parts(choice, sizes), sizes.pairs)
             partial = None if routing is None else torch.empty(shape, dtype=torch.float32, device=grad.device)
             made = (u_grad, scaled, partial)
             yield gradient_launches.units(experts, choice, sizes, grad, self.tiles, u, weights, made)

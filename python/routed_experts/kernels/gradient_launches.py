@@ -74,9 +74,9 @@ def units(
     return Launch(kernel, grid, arguments, constants, config.warps, config.stages)
 
 
-def unit_blocks(choice: Choice, sizes: Sizes) -> int:
-    """How many parts of the routing weights' gradient :func:`units` leaves for every pair."""
-    return int(triton.cdiv(sizes.inner, choice.up.columns))
+def unit_parts(choice: Choice, sizes: Sizes) -> int:
+    """How many parts of the routing weights' gradient :func:`units` leaves for every pair: two a column block."""
+    return 2 * int(triton.cdiv(sizes.inner, choice.up.columns))
 
 
 def gathered(
@@ -136,12 +136,12 @@ def bias(sizes: Sizes, rows: Rows, weights: Tensor | None, tiles: Tensor, ranges
 
 
 def routing(experts: ExpertWeights, sizes: Sizes, partial: Tensor, ids: Tensor, grad: Tensor, out: Tensor) -> Launch:
-    """Parts (blocks, S) and grad (T, H) to the gradient of the routing weights, out (T, K)."""
+    """Parts (parts, S) and grad (T, H) to the gradient of the routing weights, out (T, K)."""
     bias = experts.down_proj_bias
     rows = 16 if bias is not None else 256
     constants = {
         **{**id_constants(sizes, ids), **bias_strides(bias), "K": sizes.slots, "HIDDEN": sizes.hidden},
-        **{"BLOCKS": partial.shape[0], "BLOCK_S": rows, "BLOCK_N": _no_wider(256, sizes.hidden)},
+        **{"PARTS": partial.shape[0], "BLOCK_S": rows, "BLOCK_N": _no_wider(256, sizes.hidden)},
     }
     grid = (triton.cdiv(sizes.pairs, rows), 1, 1)
     return Launch(sums.routing_gradient, grid, (partial, ids, grad, bias, out, sizes.pairs), constants)

@@ -6,7 +6,7 @@ first product u, from which it works out the gated units a again; and leaves
 
 * ``u_grad`` (S, N), sorted: w * (g Wd) * gate'(u), the gradient of u;
 * ``scaled`` (S, I), sorted: w * a, whose products with g sum to the gradient of Wd;
-* ``partial`` (blocks, S), in pair order: the part of the program's columns in sum((g Wd) * a), the gradient of w.
+* ``partial`` (parts, S), in pair order: the part of its columns in sum((g Wd) * a), the gradient of w.
 
 Each of the three may be None.
 """
@@ -30,13 +30,13 @@ from routed_experts.kernels.units import load_pair, store_pair, store_rows
 
 
 @triton.jit
-def _through_gate(
+def _columns_through_gate(
     acc, u, weights, u_grad, scaled, partial, pair_M, row_M, mask_M, block, num_pairs,
     K: tl.constexpr, INNER: tl.constexpr, WEIGHTS_T: tl.constexpr, WEIGHTS_K: tl.constexpr,
     GATE: tl.constexpr, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):
-    """From a tile of g Wd (M, N) to what the module's docstring lists."""
+    """From a tile of g Wd (M, N) to what the module's docstring lists; ``block`` counts blocks of this width."""
     column_N = block * BLOCK_N + tl.arange(0, BLOCK_N)
     place_M = weights + (pair_M // K).to(tl.int64) * WEIGHTS_T + (pair_M % K) * WEIGHTS_K
     weight_M = tl.load(place_M, mask=mask_M, other=0.0).to(tl.float32)
@@ -61,6 +61,22 @@ def _through_gate(
         else:
             by_gate, by_linear = gate_slopes(gate, linear, ACTIVATION, LIMIT, ALPHA)
             store_pair(u_grad, acc * by_gate, acc * by_linear, row_M, mask_M, block, GATE, INNER, BLOCK_M, BLOCK_N)
+
+
+@triton.jit
+def _through_gate(
+    acc, u, weights, u_grad, scaled, partial, pair_M, row_M, mask_M, block, num_pairs,
+    K: tl.constexpr, INNER: tl.constexpr, WEIGHTS_T: tl.constexpr, WEIGHTS_K: tl.constexpr,
+    GATE: tl.constexpr, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):
+    """The same in two halves, one after the other: registers do not hold a wide tile and its gates together."""
+    HALF: tl.constexpr = BLOCK_N // 2
+    first, second = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, HALF)), (0, 2, 1)))
+    _columns_through_gate(first, u, weights, u_grad, scaled, partial, pair_M, row_M, mask_M, 2 * block, num_pairs,
+                          K, INNER, WEIGHTS_T, WEIGHTS_K, GATE, ACTIVATION, LIMIT, ALPHA, BLOCK_M, HALF)
+    _columns_through_gate(second, u, weights, u_grad, scaled, partial, pair_M, row_M, mask_M, 2 * block + 1, num_pairs,
+                          K, INNER, WEIGHTS_T, WEIGHTS_K, GATE, ACTIVATION, LIMIT, ALPHA, BLOCK_M, HALF)
 
 
 @triton.jit(do_not_specialize=["num_pairs", "num_tiles"], do_not_specialize_on_alignment=["weights"])

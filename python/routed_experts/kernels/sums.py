@@ -137,15 +137,15 @@ def bias_gradient(
 def routing_gradient(
     partial, ids, grad, bias, out, num_pairs,
     E: tl.constexpr, K: tl.constexpr, HIDDEN: tl.constexpr, IDS_T: tl.constexpr, IDS_K: tl.constexpr,
-    BIAS_E: tl.constexpr, BIAS_N: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr,
+    BIAS_E: tl.constexpr, BIAS_N: tl.constexpr, PARTS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr,
 ):
-    """Gradient of every routing weight, (T, K): its partial sums (BLOCKS, S) and, with a bias, grad . bias; else 0."""
+    """Gradient of every routing weight, (T, K): its partial sums (PARTS, S) and, with a bias, grad . bias; else 0."""
     pair_S = tl.program_id(0) * BLOCK_S + tl.arange(0, BLOCK_S)
     expert_S = load_expert(ids, pair_S, K, E, IDS_T, IDS_K, pair_S < num_pairs)
     real = expert_S >= 0
     total = tl.zeros((BLOCK_S,), dtype=tl.float32)
     place_S = partial + pair_S
-    for _block in range(BLOCKS):
+    for _part in range(PARTS):
         total += tl.load(place_S, mask=real, other=0.0)
         place_S += num_pairs
     if bias is not None:

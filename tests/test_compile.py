@@ -140,13 +140,13 @@ def test_auto_chooses_at_run_time(monkeypatch):
 
 def test_the_operator_knows_weights_of_other_addresses():
     """What is chosen for aligned weights may not be able to run others of the same shape."""
-    from routed_experts.compiled import _experts_of
+    from routed_experts.compiled import experts_of
 
     _, tensors = make()
     aligned = list(tensors.values())
     shifted = [torch.empty(t.numel() + 1)[1:].view_as(t) for t in aligned]
     found = [
-        _experts_of([first, None, second, None, None, None], "silu;None;None;False;True")
+        experts_of([first, None, second, None, None, None], "silu;None;None;False;True")
         for first, second in (aligned, shifted, aligned)
     ]
     assert found[0]._choices is found[2]._choices

@@ -7,6 +7,8 @@ faster than copying, so a kernel that reads weights all the time can be a little
 
 from __future__ import annotations
 
+import itertools
+import statistics
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -54,8 +56,19 @@ def measure(device: str, dtypes: list[str], seconds: float) -> Ceilings:
 
 
 def _product(side: int, dtype: torch.dtype, device: str, seconds: float) -> float:
+    """Median microseconds of a product: on a GPU of a burst, for under a long load the card lowers its clock."""
     a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
-    return medians({"product": lambda: a @ b.T}, 1, device, seconds)["product"]
+    if device == "cpu":
+        return medians({"product": lambda: a @ b.T}, 1, device, seconds)["product"]
+    for _ in range(3):
+        a @ b.T
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(13)]
+    for mark in marks[:-1]:
+        mark.record()
+        a @ b.T
+    marks[-1].record()
+    torch.cuda.synchronize()
+    return 1e3 * statistics.median(start.elapsed_time(end) for start, end in itertools.pairwise(marks))
 
 
 def floor(shape: Shape, tokens: int, dtype: str, experts_hit: float, ceilings: Ceilings) -> Floor:

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from routed_experts.known_gates import formula_of
 from routed_experts.weights import SCALE_NAMES, TENSOR_NAMES, ExpertWeights, from_state
 
 _FLAGS = ("num_experts", "has_gate", "is_transposed", "is_concatenated", "has_post_expert_norm")
@@ -30,6 +31,7 @@ _PLAIN: dict[str, tuple[tuple[str, ...], tuple[type, ...] | None]] = {
     "act_fn": (("", "_modules"), None),
     "_apply_gate": (("class",), (FunctionType,)),
 }
+_NUMBER = (("",), (float, int))  # what a known gate is made of
 
 
 class Shortcut:
@@ -45,6 +47,7 @@ class Shortcut:
         "_class_flags",
         "_flags",
         "_gate",
+        "_has_own_gate",
         "_layout",
         "_names",
         "_read",
@@ -53,7 +56,9 @@ class Shortcut:
 
     def __init__(self, module: nn.Module, layout: ExpertWeights, bound: ExpertWeights) -> None:
         own, cls = module.__dict__, type(module)
-        parameters, flags = own["_parameters"], [name for name in _FLAGS if name in own]
+        formula = formula_of(cls)
+        numbers = [] if formula is None else formula.numbers()
+        parameters, flags = own["_parameters"], [name for name in (*_FLAGS, *numbers) if name in own]
         self._layout = layout
         self._class = weakref.ref(cls)
         self._bases = [(weakref.ref(base), len(vars(base))) for base in cls.__mro__ if base not in (nn.Module, object)]
@@ -64,7 +69,9 @@ class Shortcut:
         self._tensors = [(name, _look(parameters[name])) for name in TENSOR_NAMES if name in parameters]
         gate = getattr(cls, "_apply_gate", None)
         self._gate = None if gate is None else weakref.ref(gate)
-        self._act = None if bound.own_gate else weakref.ref(bound.activation)
+        self._has_own_gate = bound.own_gate
+        has_act = not (bound.own_gate or isinstance(bound.activation, str))  # else its gate has it inside
+        self._act = weakref.ref(bound.activation) if has_act else None
 
     def bind(self, module: nn.Module) -> ExpertWeights | None:
         """Return what the long way would, or None if anything is not as it was."""
@@ -92,12 +99,15 @@ class Shortcut:
             act = None if self._act is None else own["act_fn"] if "act_fn" in own else modules["act_fn"]
         except KeyError:  # a flag has gone, or the last name of one group is now the first of the next
             return None
+        except (RuntimeError, ValueError):  # where a number was, there is an array
+            return None
         if not self._is_same_class(type(module)):
             return None
         state = self._layout.__dict__.copy()
         state["_tensors"] = tensors
         if self._act is None:
-            state["gate"] = module._apply_gate
+            if self._has_own_gate:
+                state["gate"] = module._apply_gate
         elif act is None or self._act() is not act:  # None is also what is left of one that is gone
             return None
         else:
@@ -137,7 +147,11 @@ def shortcut_to(module: nn.Module, layout: ExpertWeights, bound: ExpertWeights) 
         return None
     if cls.__getattribute__ is not nn.Module.__getattribute__ or cls.__getattr__ is not nn.Module.__getattr__:
         return None
-    if not all(_is_plain(module, name) for name in _PLAIN):
+    formula = formula_of(cls)
+    numbers = {} if formula is None else dict.fromkeys(formula.numbers(), _NUMBER)
+    if not all(_is_plain(module, name, *where) for name, where in {**_PLAIN, **numbers}.items()):
+        return None
+    if formula is not None and bound.own_gate:  # kept for its numbers or its activation, which may change
         return None
     try:
         return Shortcut(module, layout, bound)
@@ -145,12 +159,11 @@ def shortcut_to(module: nn.Module, layout: ExpertWeights, bound: ExpertWeights) 
         return None
 
 
-def _is_plain(module: nn.Module, name: str) -> bool:
+def _is_plain(module: nn.Module, name: str, places: tuple[str, ...], types: tuple[type, ...] | None) -> bool:
     own, cls = module.__dict__, type(module)
     found = {group: own[group][name] for group in _GROUPS if name in own[group]}
     if name in own:
         found[""] = own[name]
     if hasattr(cls, name):
         found["class"] = inspect.getattr_static(cls, name)
-    places, types = _PLAIN[name]
     return all(place in places and (types is None or type(value) in types) for place, value in found.items())

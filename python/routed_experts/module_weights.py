@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from routed_experts.errors import LayoutError, UnsupportedScheme
 from routed_experts.gates import ACTIVATIONS, activation_name
+from routed_experts.known_gates import known_gate
 from routed_experts.module_shortcut import Shortcut, shortcut_to
 from routed_experts.weights import SCALE_NAMES, TENSOR_NAMES, ExpertWeights
 
@@ -88,12 +90,18 @@ def _remember(module: nn.Module, tensors: dict[str, Any], layout: ExpertWeights 
     weights = _read(module, tensors)
     functions = _functions(module, tensors)
     if layout is None:
-        ours = ("activation", "act_fn") if functions["gate"] is not None else ("act_fn",)
-        kept = {"activation_name", *ours} if functions["activation_name"] is not None else set()
-        layout = weights.with_tensors({}, **dict.fromkeys(functions.keys() - kept))
+        layout = weights.with_tensors({}, **dict.fromkeys(functions.keys() - _plain(functions)))
     known = _Known(_signature(module, tensors, functions), layout, shortcut_to(module, layout, weights))
     _known[module] = known
     return known
+
+
+def _plain(functions: dict[str, Any]) -> set[str]:
+    """Those of ``functions`` that are plain data or ours, not the module's."""
+    ours = {"activation_name", "act_fn"} if functions["activation_name"] is not None else set()
+    return {"swiglu_limit", "swiglu_alpha", "is_concatenated", *ours} | (
+        {"activation"} if isinstance(functions["activation"], str) else set()
+    )
 
 
 def _tensors(module: nn.Module) -> dict[str, Any]:
@@ -101,16 +109,23 @@ def _tensors(module: nn.Module) -> dict[str, Any]:
 
 
 def _functions(module: nn.Module, tensors: dict[str, Any]) -> dict[str, Any]:
-    """The attributes of ExpertWeights that are the module's own code."""
+    """The attributes of ExpertWeights that are the module's own code, or say which of ours does the same."""
     gate = _own_gate(module) if tensors["gate_up_proj"] is not None else None
-    activation = "silu" if gate is not None else _activation(module)
+    known = None if gate is None else known_gate(module)
+    if known is not None:
+        gate, activation = None, known.activation
+    else:
+        activation = "silu" if gate is not None else _activation(module)
     name = activation_name(activation)
-    act_fn = activation if name is None else ACTIVATIONS[name]
     return {
         "gate": gate,
         "activation": activation,
         "activation_name": name,
-        "act_fn": act_fn,
+        "act_fn": activation if name is None else ACTIVATIONS[name],
+        "swiglu_limit": None if known is None else known.swiglu_limit,
+        "swiglu_alpha": None if known is None else known.swiglu_alpha,
+        # A gate splits as it does, whatever the module declares.
+        "is_concatenated": bool(getattr(module, "is_concatenated", True)) if known is None else known.is_concatenated,
         "post_expert_norm": _norm(module),
     }
 
@@ -125,7 +140,8 @@ def _signature(module: nn.Module, tensors: dict[str, Any], functions: dict[str, 
         getattr(module, name, None) for name in ("num_experts", "has_gate", "is_transposed", "is_concatenated")
     )
     kinds = (functions["activation_name"], functions["gate"] is None, functions["post_expert_norm"] is None)
-    return weakref.ref(type(module)), shapes, flags, kinds
+    numbers = (functions["swiglu_limit"], functions["swiglu_alpha"], functions["is_concatenated"])
+    return weakref.ref(type(module)), shapes, flags, kinds, numbers
 
 
 def _read(module: nn.Module, tensors: dict[str, Any]) -> ExpertWeights:
@@ -139,11 +155,11 @@ def _read(module: nn.Module, tensors: dict[str, Any]) -> ExpertWeights:
         tensors,
         activation=functions["activation"],
         gate=functions["gate"],
-        swiglu_limit=None,
-        swiglu_alpha=None,
+        swiglu_limit=functions["swiglu_limit"],
+        swiglu_alpha=functions["swiglu_alpha"],
         has_gate=getattr(module, "has_gate", None),
         is_transposed=bool(getattr(module, "is_transposed", False)),
-        is_concatenated=bool(getattr(module, "is_concatenated", True)),
+        is_concatenated=functions["is_concatenated"],
         post_expert_norm=functions["post_expert_norm"],
         num_experts=int(module.num_experts),  # type: ignore[arg-type]
     )
@@ -153,7 +169,9 @@ def _read(module: nn.Module, tensors: dict[str, Any]) -> ExpertWeights:
 def _own_gate(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
     """The module's gate unless it is the stock one, which ignores ``is_concatenated``: ours then does it right."""
     gate = getattr(module, "_apply_gate", None)
-    home = getattr(gate, "__module__", "") or ""
+    # The compiler of torch 2.9 knows the module of a function, and not that of a method.
+    function = gate.__func__ if isinstance(gate, MethodType) else gate
+    home = getattr(function, "__module__", "") or ""
     stock = home.endswith("integrations.moe") or home.startswith("routed_experts.")
     return None if gate is None or stock else gate
 

@@ -58,7 +58,8 @@ class Choice(NamedTuple):
 
 def sizes_of(experts: ExpertWeights, ids: Tensor) -> Sizes:
     """Return the sizes of a call with these ids, (T, K)."""
-    return Sizes(*ids.shape, experts.num_experts, experts.hidden_size, experts.intermediate_size)
+    tokens, slots = ids.shape
+    return Sizes(tokens, slots, experts.num_experts, experts.hidden_size, experts.intermediate_size)
 
 
 def choose(

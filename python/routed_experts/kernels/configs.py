@@ -49,7 +49,7 @@ _HOPPER = Table(
     (
         Regime(4, Config(16, 64, 128, 4, 3, True), Config(16, 64, 128, 4, 4, True)),
         Regime(10, Config(32, 64, 64, 4, 4, True), Config(32, 128, 64, 4, 4, True)),
-        Regime(64, Config(64, 64, 64, 4, 4), Config(64, 128, 64, 4, 4)),
+        Regime(64, Config(64, 64, 64, 4, 3), Config(64, 128, 64, 4, 3)),
         Regime(float("inf"), Config(128, 128, 64, 8, 4), Config(128, 256, 64, 8, 4)),
     ),
 )

@@ -1,4 +1,4 @@
-"""Expert ids to sorted rows on a CUDA device, in Triton: one launch for S <= 8192 pairs, three for more.
+"""Expert ids to sorted rows on a CUDA device, in Triton: one launch up to SMALL_PAIRS pairs, three for more.
 
 Same letters and same bits as :mod:`routed_experts.layout`. No host sync, no atomics, one allocation for all
 outputs (and one of scratch for large S), so a CUDA graph can capture it; what is launched depends on shapes alone.
@@ -20,12 +20,13 @@ from routed_experts.layout_device import layout_sizes
 
 MOST_EXPERTS = 4096
 MOST_ROWS = 2**31 - 2**16  # int32 rows, less what a loop may step past the last one
-_SHIFT = 13
+# Measured on an H200: beyond these pairs three launches are faster than one whose work grows with the square.
+_SHIFT = 12
 SMALL_PAIRS = 2**_SHIFT
-_QUERIES_SMALL, _KEYS_SMALL = 32, 1024
-_QUERIES, _KEYS = 32, 256
+_QUERIES_SMALL = 16
+_KEYS = 256
 _OWN, _WIDTH = 16, 64
-_COLUMNS, _ROWS = 16, 128
+_COLUMNS = 4
 
 
 class Tiles(NamedTuple):
@@ -124,17 +125,25 @@ def launches(
     pairs = ids.numel()
     sizes = (pairs, max(ids.shape[1], 1), *ids.stride())
     warps = 4 if num_experts <= 1024 else 8
-    constants = constants_of(num_experts, unit, tiles)
+    constants = constants_of(num_experts, unit, tiles, 512 if pairs <= 512 else 1024)
     if pairs <= SMALL_PAIRS:
         programs = constants["PROGRAMS"] + triton.cdiv(pairs, _QUERIES_SMALL)
         yield Launch(sort_small, (programs, 1, 1), (ids, out, *sizes), constants, warps)
         return
-    count, total, place = chunk_constants_of(num_experts, unit, tiles)
+    queries, rows = _block_sizes(pairs)
+    count, total, place = chunk_constants_of(num_experts, unit, tiles, queries, rows)
     chunks = _chunks(pairs, num_experts)
     yield Launch(count_chunks, (chunks, 1, 1), (ids, scratch, *sizes), count, warps)
     yield Launch(sum_chunks, (triton.cdiv(num_experts + 1, _COLUMNS), 1, 1), (scratch, chunks), total, warps)
-    programs = place["PROGRAMS"] + triton.cdiv(pairs, _QUERIES)
+    programs = place["PROGRAMS"] + triton.cdiv(pairs, queries)
     yield Launch(place_chunks, (programs, 1, 1), (ids, out, scratch, *sizes, chunks), place, warps)
+
+
+def _block_sizes(pairs: int) -> tuple[int, int]:
+    """Pairs that a program places, and chunks that one adds at a time: a device full of programs, not many more."""
+    if pairs <= 2**14:
+        return 32, 128
+    return (128, 128) if pairs <= 2**16 else (256, 512)
 
 
 def _chunk(num_experts: int) -> int:
@@ -147,20 +156,20 @@ def _chunks(pairs: int, num_experts: int) -> int:
 
 
 @functools.cache
-def constants_of(num_experts: int, unit: int, tiles: bool) -> dict[str, int]:
+def constants_of(num_experts: int, unit: int, tiles: bool, keys: int) -> dict[str, int]:
     """Constants of ``sort_small``."""
     shared = _shared_constants(num_experts, unit, tiles)
-    return {**shared, "QUERIES": _QUERIES_SMALL, "KEYS": _KEYS_SMALL, "SHIFT": _SHIFT}
+    return {**shared, "QUERIES": _QUERIES_SMALL, "KEYS": keys, "SHIFT": _SHIFT}
 
 
 @functools.cache
-def chunk_constants_of(num_experts: int, unit: int, tiles: bool) -> tuple[dict[str, int], ...]:
+def chunk_constants_of(num_experts: int, unit: int, tiles: bool, queries: int, rows: int) -> tuple[dict[str, int], ...]:
     """Constants of ``count_chunks``, ``sum_chunks`` and ``place_chunks``."""
     shared = _shared_constants(num_experts, unit, tiles)
     chunk = {"CHUNK": _chunk(num_experts)}
     count = {"E": num_experts, "EP": shared["EP"], **chunk}
-    total = {"E": num_experts, "COLUMNS": _COLUMNS, "ROWS": _ROWS}
-    return count, total, {**shared, "QUERIES": _QUERIES, "KEYS": _KEYS, **chunk}
+    total = {"E": num_experts, "COLUMNS": _COLUMNS, "ROWS": rows}
+    return count, total, {**shared, "QUERIES": queries, "KEYS": _KEYS, **chunk}
 
 
 def _shared_constants(num_experts: int, unit: int, tiles: bool) -> dict[str, int]:

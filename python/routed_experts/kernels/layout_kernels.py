@@ -10,8 +10,6 @@ needs the counts of all experts counts all ids itself.
 """
 
 # Triton reads the annotations of a kernel's arguments as types of its own.
-# mypy: disable-error-code="no-untyped-def"
-
 from __future__ import annotations
 
 import triton

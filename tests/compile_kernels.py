@@ -1,0 +1,73 @@
+"""Compile the fused kernels for devices that are not here; run by test_fused_compile.py in a process of its own.
+
+Prints one line a kernel: capability, name, bytes of shared memory, bytes the device has.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+import routed_experts as rx
+from routed_experts.kernels import fused
+from routed_experts.kernels.choice import Device, choose, sizes_of
+from routed_experts.kernels.memory import cut, places
+
+TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}
+SHARED = {80: 166912, 86: 101376, 90: 232448, 120: 101376}
+
+
+def type_of(argument):
+    if isinstance(argument, torch.Tensor):
+        return "*" + TYPES[argument.dtype]
+    if isinstance(argument, int):
+        return "i32"
+    return f"tensordesc<{TYPES[argument.base.dtype]}{list(argument.block_shape)}>".replace(" ", "")
+
+
+def compile_launch(one, capability):
+    names = one.kernel.arg_names
+    constants = dict(one.constants)
+    signature = dict.fromkeys(names, "constexpr")
+    aligned = {}
+    for position, (name, argument) in enumerate(zip(names, one.arguments, strict=False)):
+        if argument is None:
+            constants[name] = None
+            continue
+        signature[name] = type_of(argument)
+        if isinstance(argument, torch.Tensor):
+            aligned[(position,)] = [["tt.divisibility", 16]]
+    source = ASTSource(fn=one.kernel, signature=signature, constexprs=constants, attrs=aligned)
+    options = {"num_warps": one.num_warps, "num_stages": one.num_stages}
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def launches(capability, dtype, tokens, slots, experts, hidden, inner):
+    up, down = (torch.empty(*shape, dtype=dtype) for shape in ((experts, 2 * inner, hidden), (experts, hidden, inner)))
+    weights = rx.ExpertWeights(gate_up_proj=up, down_proj=down)
+    x = torch.empty(tokens, hidden, dtype=dtype)
+    ids, scale = torch.zeros(tokens, slots, dtype=torch.int64), torch.empty(tokens, slots)
+    device = Device(divmod(capability, 10), SHARED[capability])
+    sizes = sizes_of(weights, ids)
+    choice = choose(weights, sizes, dtype, device)
+    pieces = fused._pieces(choice, sizes, dtype)
+    made = cut(torch.empty(places(pieces)[1], dtype=torch.uint8), pieces)
+    return fused._launches(weights, choice, x, ids, scale, made, torch.empty_like(x))
+
+
+def main():
+    calls = [(1, 4), (32, 4), (64, 4), (512, 4), (4096, 4)]
+    for capability in map(int, sys.argv[1:]):
+        for dtype, shape in ((torch.bfloat16, (8, 1024, 512)), (torch.float32, (8, 72, 40))):
+            for tokens, slots in calls:
+                for one in launches(capability, dtype, tokens, slots, *shape):
+                    made = compile_launch(one, capability)
+                    print(capability, one.kernel.__name__, made.metadata.shared, SHARED[capability])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,31 @@
+"""The fused kernels compile for architectures that are not here, and fit their shared memory (B66)."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+
+@pytest.mark.parametrize("capability", [80, 86, 90, 120])
+@pytest.mark.timeout(400)
+def test_kernels_compile_and_fit(capability, tmp_path):
+    # Compiling needs Triton itself, and this process may have its interpreter.
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, Path(__file__).with_name("compile_kernels.py"), str(capability)],
+        env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=390,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [line.split() for line in done.stdout.splitlines()]
+    wanted = {"up_by_pair", "down_by_pair", "up_by_tile", "down_by_tile", "weigh", "sort_small", "place_chunks"}
+    assert wanted <= {name for _, name, _, _ in lines}
+    assert all(int(used) <= int(limit) for _, _, used, limit in lines), lines

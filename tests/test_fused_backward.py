@@ -342,7 +342,7 @@ def test_second_derivatives_are_refused(gate):
     experts = rx.ExpertWeights(**tensors, **flags)
     out = rx.run_experts(x.requires_grad_(), index, weights, experts, backend=NAME)
     (grad,) = torch.autograd.grad(out.sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="does not require grad|once_differentiable"):
+    with pytest.raises(RuntimeError, match=r"does not require grad|once_differentiable"):
         grad.sum().backward()
 
 
@@ -374,86 +374,3 @@ def test_less_room_than_the_table_assumes(kernels, monkeypatch, poisoned):
     assert torch.equal(out, wanted[0])
     for name in ("gate_up_proj", "down_proj"):
         torch.testing.assert_close(leaves[name].main_grad, wanted[1][name].grad)
-
-
-COMPILE = """
-import dataclasses, sys
-import torch, triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from routed_experts import ExpertWeights
-from routed_experts.kernels import backward, fused, gradient_launches, training
-from routed_experts.kernels.choice import Device
-
-SHARED = {80: 166912, 90: 232448, 120: 101376}
-POINTERS = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64"}
-done = set()
-
-def described(value):
-    if isinstance(value, torch.Tensor):
-        return POINTERS[value.dtype]
-    if value is None or isinstance(value, int):
-        return "i32"
-    block = ",".join(map(str, value.block_shape))
-    return f"tensordesc<bf16[{block}]>"
-
-def compile_one(one):
-    names = one.kernel.arg_names
-    types = [described(value) for value in one.arguments]
-    nothing = {name: None for name, value in zip(names, one.arguments) if value is None}
-    signature = dict(zip(names, types + ["constexpr"] * (len(names) - len(types)), strict=True))
-    signature |= {name: "constexpr" for name in nothing}
-    aligned = {(place,): [["tt.divisibility", 16]] for place, value in enumerate(one.arguments)
-               if isinstance(value, torch.Tensor) and names[place] not in ("ids", "weights")}
-    source = ASTSource(fn=one.kernel, signature=signature, constexprs={**one.constants, **nothing}, attrs=aligned)
-    key = (capability, one.kernel.__name__, str(signature), str(one.constants), one.num_warps, one.num_stages)
-    if key in done:
-        return
-    done.add(key)
-    options = {"num_warps": one.num_warps, "num_stages": one.num_stages}
-    made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    if made.metadata.shared > SHARED[capability]:
-        raise triton.OutOfResources(made.metadata.shared, SHARED[capability], "shared memory")
-    print(capability, one.kernel.__name__)
-
-fused.launch = compile_one
-for capability in map(int, sys.argv[1].split(",")):
-    device = Device(divmod(capability, 10), SHARED[capability])
-    for module in (fused, training, backward, training.steps):
-        module.limits = lambda _: device
-    for dtype, gate, tokens in ((torch.bfloat16, True, 4096), (torch.bfloat16, False, 24), (torch.float32, True, 600)):
-        large = tokens == 4096
-        sizes = (8, 2048, 1024) if large else (4, 72, 40)
-        with torch.device("meta" if large else "cpu"):
-            E, H, I = sizes
-            up = torch.empty(E, I * (1 + gate), H, dtype=dtype)
-            tensors = {"gate_up_proj" if gate else "up_proj": up, "down_proj": torch.empty(E, H, I, dtype=dtype)}
-            tensors |= {name + "_bias": t[:, :, 0] if name == "x" else torch.empty(t.shape[:2], dtype=dtype)
-                        for name, t in tensors.items()}
-            experts = ExpertWeights(**tensors)
-            ids, weights = torch.zeros(tokens, 2, dtype=torch.long), torch.ones(tokens, 2)
-            x = torch.zeros(tokens, H, dtype=dtype)
-            for step, rows, routing in (("whole", x, weights), ("down", torch.zeros(2 * tokens, I, dtype=dtype), None),
-                                        ("weigh", torch.zeros(2 * tokens, H, dtype=dtype), weights)):
-                out, kept = training.forward(step, experts, rows, ids, routing, True)
-                training.backward(step, experts, rows, ids, routing, kept, torch.empty_like(out), [True] * 8)
-"""
-NEW = {
-    "units_gradient", "expert_ranges", "weight_gradient", "bias_gradient", "routing_gradient", "weigh_gradient",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("capability", [80, 90, 120])
-def test_every_kernel_compiles_for_devices_that_are_not_here(capability, tmp_path):
-    import os
-    import subprocess
-    import sys
-
-    plain = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    plain["TRITON_CACHE_DIR"] = str(tmp_path)
-    command = [sys.executable, "-c", COMPILE, str(capability)]
-    done = subprocess.run(command, env=plain, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr[-3000:]
-    made = {line.split()[1] for line in done.stdout.splitlines()}
-    assert made >= NEW
-    assert ("units_gradient_large" in made) == (capability >= 90)

@@ -11,9 +11,6 @@ first product u, from which it works out the gated units a again; and leaves
 Each of the three may be None.
 """
 
-# Triton reads the annotations of a kernel's arguments as types of its own.
-# mypy: disable-error-code="no-untyped-def"
-
 from __future__ import annotations
 
 import triton

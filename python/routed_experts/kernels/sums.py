@@ -7,9 +7,6 @@ first sorted row and how many it has; ``tiles`` begins with ``order``, the pair 
 Operands are rows in sorted order (PER of 0), or rows of a token, PER pairs each (1: rows in pair order).
 """
 
-# Triton reads the annotations of a kernel's arguments as types of its own.
-# mypy: disable-error-code="no-untyped-def"
-
 from __future__ import annotations
 
 import triton

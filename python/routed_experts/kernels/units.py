@@ -1,8 +1,5 @@
 """Gated units as they stand in memory: both parts of a unit in one thread, halves or pairs of columns outside."""
 
-# Triton reads the annotations of a kernel's arguments as types of its own.
-# mypy: disable-error-code="no-untyped-def"
-
 from __future__ import annotations
 
 import triton

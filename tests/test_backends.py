@@ -39,14 +39,14 @@ def runnable_rows(experts, dtype, device):
     return rows
 
 
-def run_all_rows(case, device="cpu", seed=0, slack=1):
-    """Compare forward and backward of every row with the oracle; return the rows that ran."""
+def run_all_rows(case, device="cpu", seed=0, slack=1, rows=None):
+    """Compare forward and backward of every row (of ``rows``, if given) with the oracle; return those that ran."""
     x, index, weights, tensors, flags = build(case, seed)
     inputs = {"x": x, "weights": weights, **tensors}
     wanted, wanted_grads, cotangent, smooth = oracle_of(case, inputs, index, flags)
     ran = []
     probe = rx.ExpertWeights(**{name: t.to(device) for name, t in tensors.items()}, **flags)
-    for row in runnable_rows(probe, case.dtype, device):
+    for row in runnable_rows(probe, case.dtype, device) if rows is None else rows:
         fresh = {name: leaf_like(t, device) for name, t in inputs.items()}
         ids = index.to(device)
         before = ids.clone()

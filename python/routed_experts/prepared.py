@@ -32,6 +32,10 @@ _is_capturing: Callable[[], bool] = getattr(
 )
 
 
+# Where a key says whether a gradient is wanted.
+_WANTS_GRADIENT = 14
+
+
 class Prepared(NamedTuple):
     """What was decided for calls of one key."""
 
@@ -99,4 +103,8 @@ def keep(row: Selection, call: Call, weights_on: str, key: tuple[Any, ...] | Non
         kept.clear()
     straight = (row.spec.takes, row.spec.gives, weights_on) == ("routing", "tokens", "output")
     run = row.run if straight and call.x_TH.numel() and call.index_TK.numel() else None
+    # A run function may bring a shorter one for calls like this one, as long as no gradient is wanted.
+    repeated = getattr(run, "repeated", None)
+    if repeated is not None and not key[_WANTS_GRADIENT]:
+        run = repeated(call.experts) or run
     kept[key] = Prepared(row, run, call.x_TH.shape, call.dtype, call.x_TH.dtype)

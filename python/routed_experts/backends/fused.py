@@ -8,6 +8,7 @@ as it is. Where a gradient is wanted ids are always sorted, and the first produc
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -33,7 +34,7 @@ _ANYWHERE = (
 
 def run(experts: ExpertWeights, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor) -> Tensor:
     """Run the experts of every token and sum over slots: (T, H) in the dtype of x."""
-    in_one = experts.gate is None and experts.activation_name is not None and experts.post_expert_norm is None
+    in_one = _in_one(experts)
     training = wants_grad(x_TH, weights_TK, *experts._tensors.values())
     if torch.compiler.is_compiling():
         return traced(experts, x_TH, index_TK, weights_TK, in_one=in_one, training=training)
@@ -45,6 +46,23 @@ def run(experts: ExpertWeights, x_TH: Tensor, index_TK: Tensor, weights_TK: Tens
 
         return run_fused(experts, x_TH, index_TK, weights_TK)
     return _in_steps(experts, x_TH, index_TK, weights_TK)
+
+
+def _repeated(experts: ExpertWeights) -> Callable[..., Tensor] | None:
+    """Return what runs calls that are like one before but for addresses and strides, and want no gradient."""
+    if not _in_one(experts):
+        return None
+    from routed_experts.kernels.fused import Repeated
+
+    return Repeated()
+
+
+run.repeated = _repeated  # type: ignore[attr-defined]
+
+
+def _in_one(experts: ExpertWeights) -> bool:
+    """Whether the gate is one of ours and nothing stands behind the second product."""
+    return experts.gate is None and experts.activation_name is not None and experts.post_expert_norm is None
 
 
 def _in_steps(experts: ExpertWeights, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor) -> Tensor:

@@ -31,12 +31,36 @@ _ALIGNMENT = 16  # bytes: what a compiled kernel takes for granted of tokens and
 _INTERPRETED = Device((9, 0), 232448)
 
 
-def run_fused(experts: ExpertWeights, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    """Run experts whose gate is one of ours: x (T, H), ids and weights (T, K) to (T, H) in the dtype of x."""
-    key = (
+class Repeated:
+    """Calls of one kind: the shapes, dtypes, device and layout are those of the first, strides may differ."""
+
+    def __init__(self) -> None:
+        self.plans: dict[Any, Planned] = {}
+
+    def __call__(self, experts: ExpertWeights, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """Run a call as :func:`run_fused` does."""
+        planned = self.plans.get((x.stride(), ids.stride(), weights.stride()))
+        if planned is not None:
+            return planned(experts, x, ids, weights)
+        out = run_fused(experts, x, ids, weights)
+        planned = experts._plans.get(_key(x, ids, weights))
+        # The precision of float32 is a switch that can be turned between two calls.
+        if planned is not None and x.dtype is not torch.float32:
+            self.plans[x.stride(), ids.stride(), weights.stride()] = planned
+        return out
+
+
+def _key(x: Tensor, ids: Tensor, weights: Tensor) -> tuple[Any, ...]:
+    """All that the launches of a call depend on beside the weights."""
+    return (
         *(x.shape, x.stride(), x.dtype, ids.shape, ids.stride(), ids.dtype, weights.stride(), weights.dtype),
         *(x.device, x.dtype is torch.float32 and float32_precision(x.dtype)),
     )
+
+
+def run_fused(experts: ExpertWeights, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """Run experts whose gate is one of ours: x (T, H), ids and weights (T, K) to (T, H) in the dtype of x."""
+    key = _key(x, ids, weights)
     kept = experts._plans.get(key)
     if kept is None:
         return _through_triton(experts, x, ids, weights, key)
@@ -48,38 +72,47 @@ class Planned:
     """A call that was made before: its launches need new addresses and nothing else."""
 
     def __init__(
-        self, launches: _core.LaunchPlan, compiled: Sequence[Any], pieces: Sequence[Piece], out: Tensor
+        self,
+        launches: _core.LaunchPlan,
+        compiled: Sequence[Any],
+        names: Sequence[str],
+        pieces: Sequence[Piece],
+        out: Tensor,
     ) -> None:
-        """Keep a plan whose pointers are: operands, ids, weights, the pieces of the scratch memory, the result.
+        """Keep a plan whose pointers are: tokens, weights by ``names``, ids, routing weights, scratch, the result.
 
         ``compiled`` are Triton's objects, which own the code that the plan launches.
         """
         self.launches, self.compiled = launches, compiled
         self.offsets, self.bytes = places(pieces)
-        self.index = out.device.index
+        self.index, self.names = out.device.index, names
 
     def __call__(self, experts: ExpertWeights, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """Run the call over tensors of the shapes, strides and dtypes that were planned."""
         if torch.cuda.current_device() != self.index:
             with torch.cuda.device(self.index):
                 return self(experts, x, ids, weights)
-        given = [tensor.data_ptr() for tensor in _operands(experts, x)]
-        routing = ids.data_ptr(), weights.data_ptr()
-        if any(address % _ALIGNMENT for address in given) or not all((*given, *routing)):
+        tensors, low = experts._tensors, x.data_ptr()
+        given = [low]
+        for name in self.names:
+            address = tensors[name].data_ptr()  # type: ignore[union-attr]
+            low |= address
+            given.append(address)
+        given += ids.data_ptr(), weights.data_ptr()
+        if low % _ALIGNMENT or not all(given):
             return _through_triton(experts, x, ids, weights, None)
         # Of all ways to ask for memory these two cost the host least.
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         scratch = x.new_empty(self.bytes, dtype=torch.uint8)
         base = scratch.data_ptr()
         pieces = [base + offset for offset in self.offsets]
-        self.launches.launch(raw_stream(self.index), (*given, *routing, *pieces, out.data_ptr()))
+        self.launches.launch(raw_stream(self.index), (*given, *pieces, out.data_ptr()))
         return out
 
 
 def _operands(experts: ExpertWeights, x: Tensor) -> list[Tensor]:
     """Tokens and weights: what kernels read in vectors of 16 bytes."""
-    found = (x, experts.up_weight, experts.up_bias, experts.down_weight, experts.down_proj_bias)
-    return [tensor for tensor in found if tensor is not None]
+    return [x, *(tensor for tensor in experts._tensors.values() if tensor is not None)]
 
 
 def _through_triton(experts: ExpertWeights, x: Tensor, ids: Tensor, weights: Tensor, key: Any) -> Tensor:
@@ -152,7 +185,8 @@ def _keep(
         return
     if len(experts._plans) >= _MOST_PLANS:
         experts._plans.clear()
-    experts._plans[key] = Planned(launch_plan, [compiled for _, compiled in done], pieces, out)
+    names = [name for name, tensor in experts._tensors.items() if tensor is not None]
+    experts._plans[key] = Planned(launch_plan, [compiled for _, compiled in done], names, pieces, out)
 
 
 @functools.cache

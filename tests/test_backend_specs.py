@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from routed_experts.backends.spec import Spec
 from routed_experts.facts import Facts
 from routed_experts.selection import select_backend
 
-NOT_YET = ("fused", "deepgemm", "deepgemm_megamoe", "sonicmoe")
+NOT_YET = ("deepgemm", "deepgemm_megamoe", "sonicmoe")
 
 
 def specs_of(name: str) -> list[Spec]:
@@ -155,13 +156,19 @@ def test_deepgemm_refuses_other_blocks_and_biases_of_quantized_experts():
 @pytest.mark.parametrize(("capability", "accepted"), [((8, 0), False), ((8, 6), False), ((8, 9), True), ((9, 0), True)])
 def test_e4m3_needs_sm89(capability, accepted):  # B41
     experts = make_experts(quantization=quantized("fp8_block", torch.float32))
-    assert ask(specs_of("fused"), machine(capability), "fused")["path"] == "triton"
+    specs = specs_of("fused")
+    assert ask(specs, machine(capability), "fused")["path"] == "triton"
+    with pytest.raises(errors.UnsupportedScheme, match="unquantized"):
+        ask(specs, machine(capability), "fused", experts)
+    # The rule that stands behind the refusal of every quantized layer.
+    specs = [replace(spec, requires=[r for r in spec.requires if r["kind"] != "unquantized"]) for spec in specs]
     if accepted:
-        assert ask(specs_of("fused"), machine(capability), "fused", experts)["path"] == "triton"
-    else:
-        refused = refusal("fused", machine(capability), experts=experts)
-        assert f"SM{capability[0]}{capability[1]}" in refused.found
-        assert "SM89" in refused.needed
+        assert ask(specs, machine(capability), "fused", experts)["path"] == "triton"
+        return
+    with pytest.raises(errors.RoutedExpertsError) as caught:
+        ask(specs, machine(capability), "fused", experts)
+    assert f"SM{capability[0]}{capability[1]}" in caught.value.found
+    assert "SM89" in caught.value.needed
 
 
 @pytest.mark.parametrize(

@@ -39,14 +39,14 @@ def runnable_rows(experts, dtype, device):
     return rows
 
 
-def run_all_rows(case, device="cpu", seed=0, slack=1):
-    """Compare forward and backward of every row with the oracle; return the rows that ran."""
+def run_all_rows(case, device="cpu", seed=0, slack=1, rows=None):
+    """Compare forward and backward of every row (of ``rows``, if given) with the oracle; return those that ran."""
     x, index, weights, tensors, flags = build(case, seed)
     inputs = {"x": x, "weights": weights, **tensors}
     wanted, wanted_grads, cotangent, smooth = oracle_of(case, inputs, index, flags)
     ran = []
     probe = rx.ExpertWeights(**{name: t.to(device) for name, t in tensors.items()}, **flags)
-    for row in runnable_rows(probe, case.dtype, device):
+    for row in runnable_rows(probe, case.dtype, device) if rows is None else rows:
         fresh = {name: leaf_like(t, device) for name, t in inputs.items()}
         ids = index.to(device)
         before = ids.clone()
@@ -220,7 +220,7 @@ def test_capture_needs_a_path_that_does_not_wait():
     weights = rx.ExpertWeights(
         gate_up_proj=torch.empty(4, 64, 63, device="meta"), down_proj=torch.empty(4, 63, 32, device="meta")
     )
-    facts = rx.current_facts("cpu").replace(capability=(9, 0))
+    facts = rx.current_facts("cpu").replace(capability=(9, 0), packages={})  # without Triton, so without fused
     with pytest.raises(rx.BackendUnavailable, match="captur"):
         rx.select_backend(weights, num_tokens=4, backend="grouped_mm", capturing=True, facts=facts)
     assert rx.select_backend(weights, num_tokens=4, capturing=True, facts=facts).name == "batched_mm"
@@ -232,7 +232,7 @@ def test_auto_never_copies_past_the_limit():
         gate_up_proj=torch.empty(128, 1536, 2048, dtype=torch.bfloat16, device="meta"),
         down_proj=torch.empty(128, 2048, 768, dtype=torch.bfloat16, device="meta"),
     )
-    facts = rx.current_facts("cpu").replace(capability=(9, 0))
+    facts = rx.current_facts("cpu").replace(capability=(9, 0), packages={})  # without Triton, so without fused
     few = rx.select_backend(weights, num_tokens=1, num_top_k=8, facts=facts)
     many = rx.select_backend(weights, num_tokens=4096, num_top_k=8, facts=facts)
     assert few.name == "batched_mm"

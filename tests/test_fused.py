@@ -25,7 +25,7 @@ NAME = "fused_interpreted"
 def interpreted():
     """The CUDA row of `fused` under a name of its own, on CPU tensors."""
     row = fused.BACKEND.rows[0][0]
-    requires = tuple(r for r in row.requires if r["kind"] in ("dtype", "unquantized", "no_gradient"))
+    requires = tuple(r for r in row.requires if r["kind"] in ("dtype", "unquantized"))
     rx.register_backend(NAME, fused.run, spec=Spec(name=NAME, takes="routing", gives="tokens", requires=requires))
     yield
     rx.unregister_backend(NAME)
@@ -190,9 +190,3 @@ def test_autocast_converts_weights_in_the_kernel():
     with torch.autocast("cpu", torch.bfloat16):
         out = rx.run_experts(x, index, weights, experts, backend=NAME)
     assert relative_error(out, experts_oracle(x, index, weights, tensors, flags)) < TOLERANCE[torch.bfloat16]
-
-
-def test_gradients_are_refused():
-    x, index, weights, tensors, flags = build(BASE)
-    with pytest.raises(rx.GradientUnsupported):
-        rx.run_experts(x.requires_grad_(), index, weights, rx.ExpertWeights(**tensors, **flags), backend=NAME)

@@ -102,24 +102,6 @@ def test_compiled_with_a_gate_of_ones_own():
     assert_right(out, (x, index, weights), tensors, {"gate": own_gate})
 
 
-@pytest.mark.parametrize("wanted_by", ["hidden_states", "top_k_weights", "gate_up_proj", "down_proj"])
-def test_gradients_are_declined(wanted_by):
-    """Asked for by name it says so, and ``auto`` takes another backend that has them."""
-    x, index, weights, tensors, flags = built(dtype=torch.float32)
-    inputs = {"hidden_states": to_device(x), "top_k_index": to_device(index), "top_k_weights": to_device(weights)}
-    moved = {name: to_device(t) for name, t in tensors.items()}
-    leaf = {**inputs, **moved}[wanted_by].requires_grad_()
-    experts = rx.ExpertWeights(**moved, **flags)
-    with pytest.raises(rx.GradientUnsupported):
-        rx.run_experts(**inputs, experts=experts, backend=BACKEND)
-    with torch.no_grad():
-        rx.run_experts(**inputs, experts=experts, backend=BACKEND)
-    assert rx.select_backend(experts, num_tokens=17, training=True).name != BACKEND
-    rx.run_experts(**inputs, experts=experts).sum().backward()
-    assert leaf.grad.isfinite().all()
-    assert leaf.grad.any()
-
-
 def test_accepted_on_this_device_and_chosen_for_decode():
     inputs, tensors = large(1, 16, 8, 2048, 768)
     experts = rx.ExpertWeights(**tensors)

@@ -33,6 +33,8 @@ DEFAULT_BYTES = 1 << 30
 _MOST_BYTES = (1 << 63) - 1
 BATCHED_BYTES = "ROUTED_EXPERTS_BATCHED_BYTES"
 CHECKED = "ROUTED_EXPERTS_CHECKED"
+RECOMPUTE = "ROUTED_EXPERTS_FUSED_RECOMPUTE"
+MAIN_GRAD = "ROUTED_EXPERTS_MAIN_GRAD"
 _MACHINE_VARIABLES = ("CUDA_HOME", "CUDA_PATH", "PATH", "DG_JIT_NVCC_COMPILER", "CUDA_VISIBLE_DEVICES", "CC")
 
 # Every call of a layer reads these. The dict inside os.environ answers ten times faster than os.environ does,
@@ -40,8 +42,9 @@ _MACHINE_VARIABLES = ("CUDA_HOME", "CUDA_PATH", "PATH", "DG_JIT_NVCC_COMPILER", 
 _ENVIRON: Any = getattr(os.environ, "_data", os.environ)
 _encode = os.environ.encodekey if _ENVIRON is not os.environ else str
 _get = _ENVIRON.get
-_CHECKED, _BUDGET, *_MACHINE = map(_encode, (CHECKED, BATCHED_BYTES, *_MACHINE_VARIABLES))
-_UNCHECKED = (None, _encode(""), _encode("0"))
+_SWITCHES = (CHECKED, RECOMPUTE, MAIN_GRAD)
+_CHECKED, _RECOMPUTE, _MAIN_GRAD, _BUDGET, *_MACHINE = map(_encode, (*_SWITCHES, BATCHED_BYTES, *_MACHINE_VARIABLES))
+_OFF = (None, _encode(""), _encode("0"))
 
 
 class Device(NamedTuple):
@@ -108,7 +111,17 @@ def environment(kind: str) -> tuple[Any, ...]:
 
 def environment_checks() -> bool:
     """Return whether ``ROUTED_EXPERTS_CHECKED`` asks for ids to be checked; cheap enough for every call."""
-    return _get(_CHECKED) not in _UNCHECKED
+    return _get(_CHECKED) not in _OFF
+
+
+def keeps_first_product() -> bool:
+    """Return whether ``fused`` keeps its first product for the backward: no with ``ROUTED_EXPERTS_FUSED_RECOMPUTE``."""
+    return _get(_RECOMPUTE) in _OFF
+
+
+def uses_main_gradients() -> bool:
+    """Return whether ``ROUTED_EXPERTS_MAIN_GRAD`` asks for weight gradients to be added to ``main_grad``."""
+    return _get(_MAIN_GRAD) not in _OFF
 
 
 def batched_budget() -> int:

@@ -3,7 +3,7 @@
 Two launches for few pairs: every first pair of an expert leads its rows through the first product and the gate,
 then through the second; the last program of a column block weighs and sums. Above, ids are sorted on the device and
 cut into tiles, and the weighted sum is a launch of its own. A gate or norm of one's own stands between the launches
-as it is.
+as it is. Where a gradient is wanted ids are always sorted, and the first product is kept: see kernels/training.py.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from torch import Tensor
 
 from routed_experts.backends.not_yet import refuse
 from routed_experts.backends.spec import Backend, Cost, Spec
+from routed_experts.combine import wants_grad
+from routed_experts.fused_autograd import differentiable
 from routed_experts.fused_operators import traced
 from routed_experts.mlp import expert_mlp
 
@@ -32,8 +34,11 @@ _ANYWHERE = (
 def run(experts: ExpertWeights, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor) -> Tensor:
     """Run the experts of every token and sum over slots: (T, H) in the dtype of x."""
     in_one = experts.gate is None and experts.activation_name is not None and experts.post_expert_norm is None
+    training = wants_grad(x_TH, weights_TK, *experts._tensors.values())
     if torch.compiler.is_compiling():
-        return traced(experts, x_TH, index_TK, weights_TK, in_one=in_one)
+        return traced(experts, x_TH, index_TK, weights_TK, in_one=in_one, training=training)
+    if in_one and training:
+        return differentiable("whole", experts, x_TH, index_TK, weights_TK)
     # Triton is an optional package and takes a second to import.
     if in_one:
         from routed_experts.kernels.fused import run_fused
@@ -43,15 +48,13 @@ def run(experts: ExpertWeights, x_TH: Tensor, index_TK: Tensor, weights_TK: Tens
 
 
 def _in_steps(experts: ExpertWeights, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor) -> Tensor:
-    from routed_experts.kernels import steps
-
     slots_SH = expert_mlp(
         experts,
         x_TH,
-        lambda x: steps.up_rows(experts, x, index_TK),
-        lambda a: steps.down_rows(experts, a, index_TK),
+        lambda x: differentiable("up", experts, x, index_TK),
+        lambda a: differentiable("down", experts, a, index_TK),
     )
-    return steps.weigh_rows(experts, slots_SH, index_TK, weights_TK)
+    return differentiable("weigh", experts, slots_SH, index_TK, weights_TK)
 
 
 BACKEND = Backend(
@@ -63,8 +66,13 @@ BACKEND = Backend(
                 devices=("cuda",),
                 requires=(
                     *_ANYWHERE,
-                    {"kind": "no_gradient"},
                     {"kind": "capability", "min": (8, 0)},
+                    {
+                        # The E4M3 conversion instructions begin with SM89.
+                        "kind": "when",
+                        "formats": ["fp8_block", "mxfp8", "fp8_tensor"],
+                        "then": {"kind": "capability", "min": (8, 9)},
+                    },
                     {"kind": "package", "name": "triton", "min": "3.3"},
                     {"kind": "c_compiler"},
                     # What the kernels that sort hold in registers; kernels/layout.py.

@@ -65,6 +65,9 @@ _DEFAULT = Table(
 )
 # By major compute capability.
 TABLES = {9: _HOPPER, 10: _HOPPER}
+# Weight gradients: rows and columns of an expert's matrix, and how many rows of the batch a step sums.
+_HOPPER_SUMS, _DEFAULT_SUMS = Config(128, 128, 64, 8, 6), Config(128, 64, 32, 8, 4)
+SUMS = {9: _HOPPER_SUMS, 10: _HOPPER_SUMS}
 
 
 def sorted_configs(capability: tuple[int, int], num_pairs: int, num_experts: int) -> tuple[Config, Config]:
@@ -80,6 +83,11 @@ def unsorted_configs(capability: tuple[int, int], most_rows: int) -> tuple[Confi
     up, down = TABLES.get(capability[0], _DEFAULT).unsorted
     rows = max(up.rows, min(64, 1 << (most_rows - 1).bit_length()))
     return up._replace(rows=rows), down._replace(rows=rows)
+
+
+def sums_config(capability: tuple[int, int], item_size: int, shared_limit: int) -> Config:
+    """Configuration of a weight gradient, made small enough for the device."""
+    return fit(SUMS.get(capability[0], _DEFAULT_SUMS), 1, item_size, shared_limit)
 
 
 def split_of(config: Config, num_pairs: int, depth: int, columns: int) -> int:

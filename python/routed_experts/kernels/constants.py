@@ -39,6 +39,12 @@ def bias_strides(bias: Tensor | None) -> dict[str, int]:
     return {"BIAS_E": expert, "BIAS_N": column}
 
 
+def routing_strides(weights: Tensor | None) -> dict[str, int]:
+    """Strides of routing weights (T, K), 0 without any."""
+    token, slot = (0, 0) if weights is None else weights.stride()
+    return {"WEIGHTS_T": token, "WEIGHTS_K": slot}
+
+
 def gate_constants(experts: ExpertWeights, is_raw: bool) -> dict[str, Any]:
     """GATE and what belongs to it; see kernels/experts.py."""
     if is_raw:

@@ -40,12 +40,7 @@ def up_descriptor(experts: ExpertWeights, gate: str, columns: int, depth: int) -
         halves = weight.as_strided(shape, (expert, inner * row, row, 1))
         return _describe(halves, [1, 2, columns, depth])
     width = 2 * columns if gate == "pairs" else columns
-    return _matrix_descriptor(weight, experts.is_transposed, width, depth)
-
-
-def down_descriptor(experts: ExpertWeights, columns: int, depth: int) -> Any:
-    """Descriptor of the second projection."""
-    return _matrix_descriptor(experts.down_weight, experts.is_transposed, columns, depth)
+    return matrix_descriptor(weight, experts.is_transposed, width, depth)
 
 
 def rows_descriptor(rows: Tensor, height: int, depth: int) -> Any:
@@ -53,7 +48,8 @@ def rows_descriptor(rows: Tensor, height: int, depth: int) -> Any:
     return _describe(rows, [height, depth])
 
 
-def _matrix_descriptor(weight: Tensor, is_transposed: bool, columns: int, depth: int) -> Any:
+def matrix_descriptor(weight: Tensor, is_transposed: bool, columns: int, depth: int) -> Any:
+    """Descriptor of matrices (E, columns, depth), or (E, depth, columns) transposed."""
     return _describe(weight, [1, depth, columns] if is_transposed else [1, columns, depth])
 
 

@@ -21,6 +21,7 @@ import triton.language as tl
 from routed_experts.kernels.gates import activate, gate_pair
 from routed_experts.kernels.product import load_bias, product
 from routed_experts.kernels.rows import pairs_of_ranks, rows_of_pair, rows_of_tile, tile_and_block
+from routed_experts.kernels.units import store_pair, store_rows
 from routed_experts.kernels.weigh import weigh_block
 
 # fmt: off
@@ -29,7 +30,7 @@ from routed_experts.kernels.weigh import weigh_block
 
 @triton.jit
 def _up_tile(
-    x, weight, bias, out, expert, pair_M, row_M, mask_M, block,
+    x, weight, bias, out, raw, expert, pair_M, row_M, mask_M, block,
     K: tl.constexpr, HIDDEN: tl.constexpr, INNER: tl.constexpr,
     X_T: tl.constexpr, X_H: tl.constexpr, W_E: tl.constexpr, W_N: tl.constexpr, W_D: tl.constexpr,
     BIAS_E: tl.constexpr, BIAS_N: tl.constexpr,
@@ -41,7 +42,7 @@ def _up_tile(
 
     GATE: ``none`` stores act(u), ``raw`` u itself for a gate of the user's own; ``halves`` and ``pairs`` say where
     gate and up stand among the 2I columns. Column j of the product is column j//2 of its half, so that a thread
-    holds both parts of a gated unit.
+    holds both parts of a gated unit. ``raw``, unless it is None, gets u beside the gated units.
     """
     rows_M = x + (pair_M // K).to(tl.int64) * X_T
     matrix = weight + expert.to(tl.int64) * W_E
@@ -52,6 +53,8 @@ def _up_tile(
                        BLOCK_M, BLOCK_N, BLOCK_D, EVEN, SWAP, PRECISION)
         if bias is not None:
             acc += load_bias(bias, expert, column_N, INNER, BIAS_E, BIAS_N)[None, :]
+        if raw is not None:
+            store_rows(raw, acc, row_M, mask_M, column_N, INNER)
         if GATE == "none":
             acc = activate(acc, ACTIVATION)
     elif GATE == "halves" and W_D != 1:
@@ -65,6 +68,8 @@ def _up_tile(
         if bias is not None:
             gate += load_bias(bias, expert, column_N, INNER, BIAS_E, BIAS_N)[None, :]
             linear += load_bias(bias + INNER * BIAS_N, expert, column_N, INNER, BIAS_E, BIAS_N)[None, :]
+        if raw is not None:
+            store_pair(raw, gate, linear, row_M, mask_M, block, GATE, INNER, BLOCK_M, BLOCK_N)
         acc = gate_pair(gate, linear, ACTIVATION, LIMIT, ALPHA)
     else:
         both = block * 2 * BLOCK_N + tl.arange(0, 2 * BLOCK_N)
@@ -76,10 +81,10 @@ def _up_tile(
         if bias is not None:
             acc += load_bias(bias, expert, both, 2 * INNER, BIAS_E, BIAS_N)[None, :]
         gate, linear = tl.split(tl.reshape(acc, (BLOCK_M, BLOCK_N, 2)))
+        if raw is not None:
+            store_pair(raw, gate, linear, row_M, mask_M, block, GATE, INNER, BLOCK_M, BLOCK_N)
         acc = gate_pair(gate, linear, ACTIVATION, LIMIT, ALPHA)
-    column_N = block * BLOCK_N + tl.arange(0, BLOCK_N)
-    place = out + row_M[:, None].to(tl.int64) * INNER + column_N[None, :]
-    tl.store(place, acc.to(out.dtype.element_ty), mask=mask_M[:, None] & (column_N < INNER)[None, :])
+    store_rows(out, acc, row_M, mask_M, block * BLOCK_N + tl.arange(0, BLOCK_N), INNER)
 
 
 @triton.jit
@@ -127,7 +132,7 @@ def up_by_pair(
     for begin in range(0, count, BLOCK_M):
         pair_M = pairs_of_ranks(rank_S, begin, BLOCK_M, BLOCK_S)
         mask_M = begin + tl.arange(0, BLOCK_M) < count
-        _up_tile(x, weight, bias, out, expert, pair_M, pair_M, mask_M, tl.program_id(1),
+        _up_tile(x, weight, bias, out, None, expert, pair_M, pair_M, mask_M, tl.program_id(1),
                  K, HIDDEN, INNER, X_T, X_H, W_E, W_N, W_D, BIAS_E, BIAS_N, GATE, ACTIVATION, LIMIT, ALPHA,
                  BLOCK_M, BLOCK_N, BLOCK_D, EVEN, SWAP, PRECISION)
 
@@ -167,7 +172,7 @@ def down_by_pair(
 
 @triton.jit(do_not_specialize=["num_pairs", "num_tiles"])
 def up_by_tile(
-    x, tiles, weight, bias, out, num_pairs, num_tiles,
+    x, tiles, weight, bias, out, raw, num_pairs, num_tiles,
     K: tl.constexpr, HIDDEN: tl.constexpr, INNER: tl.constexpr,
     X_T: tl.constexpr, X_H: tl.constexpr, W_E: tl.constexpr, W_N: tl.constexpr, W_D: tl.constexpr,
     BIAS_E: tl.constexpr, BIAS_N: tl.constexpr,
@@ -175,11 +180,11 @@ def up_by_tile(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     EVEN: tl.constexpr, SWAP: tl.constexpr, PRECISION: tl.constexpr, GROUP: tl.constexpr,
 ):
-    """First product and gate, by tile."""
+    """First product and gate, by tile; the product itself to ``raw`` (S, N) too, unless that is None."""
     tile, block = tile_and_block(tl.program_id(0), (INNER + BLOCK_N - 1) // BLOCK_N, GROUP)
     expert, pair_M, row_M, mask_M = rows_of_tile(tiles, tile, num_pairs, num_tiles, BLOCK_M)
     if expert >= 0:
-        _up_tile(x, weight, bias, out, expert, pair_M, row_M, mask_M, block,
+        _up_tile(x, weight, bias, out, raw, expert, pair_M, row_M, mask_M, block,
                  K, HIDDEN, INNER, X_T, X_H, W_E, W_N, W_D, BIAS_E, BIAS_N, GATE, ACTIVATION, LIMIT, ALPHA,
                  BLOCK_M, BLOCK_N, BLOCK_D, EVEN, SWAP, PRECISION)
 

@@ -13,14 +13,15 @@ import triton.language as tl
 from routed_experts.kernels.gates import activate, gate_pair
 from routed_experts.kernels.product import IS_INTERPRETED, load_bias
 from routed_experts.kernels.rows import rows_of_tile, tile_and_block
+from routed_experts.kernels.units import store_pair, store_rows
 
 # fmt: off
 # One group of arguments a line: kernels have many, and a line each would hide what they are.
 
 
 @triton.jit
-def _weight_tile(weight, expert, block, depth, GATE: tl.constexpr, TRANSPOSED: tl.constexpr, COLUMNS: tl.constexpr,
-                 BLOCK_D: tl.constexpr):
+def weight_tile(weight, expert, block, depth, GATE: tl.constexpr, TRANSPOSED: tl.constexpr, COLUMNS: tl.constexpr,
+                BLOCK_D: tl.constexpr):
     """A tile (BLOCK_D, COLUMNS) of an expert's matrix; with halves, gate's columns and behind them those of up."""
     if TRANSPOSED:
         return tl.reshape(weight.load([expert, depth, block * COLUMNS]), (BLOCK_D, COLUMNS))
@@ -33,13 +34,13 @@ def _weight_tile(weight, expert, block, depth, GATE: tl.constexpr, TRANSPOSED: t
 
 @triton.jit(do_not_specialize=["num_pairs", "num_tiles"])
 def up_large(
-    x, tiles, weight, bias, out, num_pairs, num_tiles,
+    x, tiles, weight, bias, out, raw, num_pairs, num_tiles,
     K: tl.constexpr, HIDDEN: tl.constexpr, INNER: tl.constexpr, X_T: tl.constexpr, X_H: tl.constexpr,
     BIAS_E: tl.constexpr, BIAS_N: tl.constexpr,
     GATE: tl.constexpr, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, TRANSPOSED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr,
 ):
-    """First product and gate: tokens (T, H) to sorted rows (S, I)."""
+    """First product and gate: tokens (T, H) to sorted rows (S, I); the product itself to ``raw`` unless it is None."""
     GATED: tl.constexpr = GATE == "halves" or GATE == "pairs"
     COLUMNS: tl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
     tile, block = tile_and_block(tl.program_id(0), (INNER + BLOCK_N - 1) // BLOCK_N, GROUP)
@@ -53,7 +54,7 @@ def up_large(
             if HIDDEN % BLOCK_D != 0:
                 mask = mask & (d < HIDDEN - start)[None, :]
             row = tl.load(row_ptr + start * X_H, mask=mask, other=0.0)
-            column = _weight_tile(weight, expert, block, start, GATE, TRANSPOSED, COLUMNS, BLOCK_D)
+            column = weight_tile(weight, expert, block, start, GATE, TRANSPOSED, COLUMNS, BLOCK_D)
             if IS_INTERPRETED:
                 row, column = row.to(tl.float32), column.to(tl.float32)
             acc = tl.dot(row, column, acc)
@@ -70,14 +71,17 @@ def up_large(
                 other: tl.constexpr = INNER if GATE == "halves" else 1
                 gate += load_bias(bias, expert, step * column_N, 2 * INNER, BIAS_E, BIAS_N)[None, :]
                 linear += load_bias(bias, expert, step * column_N + other, 2 * INNER, BIAS_E, BIAS_N)[None, :]
+            if raw is not None:
+                store_pair(raw, gate, linear, row_M, mask_M, block, GATE, INNER, BLOCK_M, BLOCK_N)
             acc = gate_pair(gate, linear, ACTIVATION, LIMIT, ALPHA)
         else:
             if bias is not None:
                 acc += load_bias(bias, expert, column_N, INNER, BIAS_E, BIAS_N)[None, :]
+            if raw is not None:
+                store_rows(raw, acc, row_M, mask_M, column_N, INNER)
             if GATE == "none":
                 acc = activate(acc, ACTIVATION)
-        place = out + row_M[:, None].to(tl.int64) * INNER + column_N[None, :]
-        tl.store(place, acc.to(out.dtype.element_ty), mask=mask_M[:, None] & (column_N < INNER)[None, :])
+        store_rows(out, acc, row_M, mask_M, column_N, INNER)
 
 
 @triton.jit(do_not_specialize=["num_pairs", "num_tiles"])
@@ -95,12 +99,11 @@ def down_large(
         for start in range(0, INNER, BLOCK_D):
             # A tile may reach into the next expert's rows; what comes of them is not stored.
             row = a.load([first, start])
-            column = _weight_tile(weight, expert, block, start, "none", TRANSPOSED, BLOCK_N, BLOCK_D)
+            column = weight_tile(weight, expert, block, start, "none", TRANSPOSED, BLOCK_N, BLOCK_D)
             if IS_INTERPRETED:
                 row, column = row.to(tl.float32), column.to(tl.float32)
             acc = tl.dot(row, column, acc)
         column_N = block * BLOCK_N + tl.arange(0, BLOCK_N)
         if bias is not None:
             acc += load_bias(bias, expert, column_N, HIDDEN, BIAS_E, BIAS_N)[None, :]
-        place = slots + pair_M[:, None].to(tl.int64) * HIDDEN + column_N[None, :]
-        tl.store(place, acc.to(slots.dtype.element_ty), mask=mask_M[:, None] & (column_N < HIDDEN)[None, :])
+        store_rows(slots, acc, pair_M, mask_M, column_N, HIDDEN)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from routed_experts.kernels import experts as kernels
 from routed_experts.kernels import mlp_large
-from routed_experts.kernels.choice import Choice, num_tiles, sizes_of
+from routed_experts.kernels.choice import Choice, Sizes, num_tiles, sizes_of
 from routed_experts.kernels.configs import Config
 from routed_experts.kernels.constants import (
     GROUP,
@@ -21,6 +21,7 @@ from routed_experts.kernels.constants import (
     gate_constants,
     id_constants,
     pair_block,
+    routing_strides,
     tile_grid,
     weight_strides,
 )
@@ -38,6 +39,7 @@ def up(
     out: Tensor,
     *,
     is_raw: bool = False,
+    raw: Tensor | None = None,
 ) -> Launch:
     """First product and its gate; rows of the result are in pair order, or sorted where the choice is.
 
@@ -49,9 +51,10 @@ def up(
         rows: the flat tiles of sorted rows; or the counters of :func:`down_by_pair`, which this clears.
         out: (S, I); or (S, N) when raw, a first product without its gate.
         is_raw: leave the gate out.
+        raw: of sorted rows, (S, N) for the first product beside its gated units; None to forget it.
     """
     if choice.is_large:
-        return mlp_large.up(experts, choice, x, ids, rows, out, is_raw=is_raw)
+        return mlp_large.up(experts, choice, x, ids, rows, out, is_raw=is_raw, raw=raw)
     sizes, weight, bias, config = sizes_of(experts, ids), experts.up_weight, experts.up_bias, choice.up
     constants = {
         **block_constants(config, sizes.hidden, out.shape[1], choice.precision),
@@ -61,7 +64,7 @@ def up(
     }
     columns = triton.cdiv(out.shape[1], config.columns)
     if choice.is_sorted:
-        arguments: tuple[Any, ...] = (x, rows, weight, bias, out, sizes.pairs, num_tiles(sizes, config))
+        arguments: tuple[Any, ...] = (x, rows, weight, bias, out, raw, sizes.pairs, num_tiles(sizes, config))
         constants["GROUP"] = GROUP
         return _launch(kernels.up_by_tile, tile_grid(sizes, config, columns), arguments, constants, config)
     constants.update(id_constants(sizes, ids), BLOCK_S=pair_block(sizes), COUNTERS=rows.numel())
@@ -89,7 +92,7 @@ def down_by_pair(
         **weight_strides(weight, bias, experts.is_transposed),
         **id_constants(sizes, ids),
         **{"K": sizes.slots, "HIDDEN": sizes.hidden, "INNER": sizes.inner},
-        **{"WEIGHTS_T": weights.stride(0), "WEIGHTS_K": weights.stride(1)},
+        **routing_strides(weights),
         **{
             "BLOCK_S": pair_block(sizes),
             "BLOCK_T": min(16, triton.next_power_of_2(sizes.tokens)),
@@ -105,26 +108,41 @@ def down_by_tile(
     experts: ExpertWeights, choice: Choice, a: Tensor, ids: Tensor, tiles: Tensor, slots: Tensor
 ) -> Launch:
     """Second product over sorted tiles; a is (S, I), sorted; slots (S, H), in pair order."""
+    weight, bias = experts.down_weight, experts.down_proj_bias
+    return rows_by_tile(sizes_of(experts, ids), choice, a, weight, bias, experts.is_transposed, tiles, slots)
+
+
+def rows_by_tile(
+    sizes: Sizes,
+    choice: Choice,
+    rows: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    is_transposed: bool,
+    tiles: Tensor,
+    slots: Tensor,
+) -> Launch:
+    """Sorted rows (S, D) times their experts' matrices, (E, N, D) or (E, D, N) transposed, to (S, N) in pair order."""
     if choice.is_large:
-        return mlp_large.down(experts, choice, a, ids, tiles, slots)
-    sizes, weight, bias, config = sizes_of(experts, ids), experts.down_weight, experts.down_proj_bias, choice.down
+        return mlp_large.rows_by_tile(sizes, choice, rows, weight, bias, is_transposed, tiles, slots)
+    config, depth, width = choice.down, rows.shape[1], slots.shape[1]
     constants = {
-        **block_constants(config, sizes.inner, sizes.hidden, choice.precision),
-        **weight_strides(weight, bias, experts.is_transposed),
-        **{"HIDDEN": sizes.hidden, "INNER": sizes.inner, "GROUP": GROUP},
+        **block_constants(config, depth, width, choice.precision),
+        **weight_strides(weight, bias, is_transposed),
+        **{"HIDDEN": width, "INNER": depth, "GROUP": GROUP},
     }
-    grid = tile_grid(sizes, config, triton.cdiv(sizes.hidden, config.columns))
-    arguments = (a, tiles, weight, bias, slots, sizes.pairs, num_tiles(sizes, config))
+    grid = tile_grid(sizes, config, triton.cdiv(width, config.columns))
+    arguments = (rows, tiles, weight, bias, slots, sizes.pairs, num_tiles(sizes, config))
     return _launch(kernels.down_by_tile, grid, arguments, constants, config)
 
 
-def weigh(slots: Tensor, ids: Tensor, weights: Tensor, out: Tensor, num_experts: int) -> Launch:
-    """Weighted sum over slots: (S, H) in pair order to (T, H)."""
+def weigh(slots: Tensor, ids: Tensor, weights: Tensor | None, out: Tensor, num_experts: int) -> Launch:
+    """Weighted sum over slots: (S, H) in pair order to (T, H); without weights each counts once."""
     tokens, hidden = out.shape
     rows, columns = 2, min(512, triton.next_power_of_2(hidden))
     constants = {
         **{"E": num_experts, "K": ids.shape[1], "HIDDEN": hidden, "IDS_T": ids.stride(0), "IDS_K": ids.stride(1)},
-        **{"WEIGHTS_T": weights.stride(0), "WEIGHTS_K": weights.stride(1), "BLOCK_T": rows, "BLOCK_N": columns},
+        **{**routing_strides(weights), "BLOCK_T": rows, "BLOCK_N": columns},
     }
     grid = (triton.cdiv(tokens, rows), triton.cdiv(hidden, columns), 1)
     return Launch(weigh_kernel, grid, (slots, ids, weights, out, tokens), constants)

@@ -6,16 +6,24 @@ import triton
 from torch import Tensor
 
 from routed_experts.kernels import descriptors, large
-from routed_experts.kernels.choice import Choice, num_tiles, sizes_of
+from routed_experts.kernels.choice import Choice, Sizes, num_tiles, sizes_of
 from routed_experts.kernels.constants import GROUP, bias_strides, gate_constants, tile_grid
 from routed_experts.kernels.launch import Launch
 from routed_experts.weights import ExpertWeights
 
 
 def up(
-    experts: ExpertWeights, choice: Choice, x: Tensor, ids: Tensor, tiles: Tensor, out: Tensor, *, is_raw: bool
+    experts: ExpertWeights,
+    choice: Choice,
+    x: Tensor,
+    ids: Tensor,
+    tiles: Tensor,
+    out: Tensor,
+    *,
+    is_raw: bool,
+    raw: Tensor | None,
 ) -> Launch:
-    """First product and its gate: x (T, H) to out (S, I), or (S, N) when raw, sorted."""
+    """First product and its gate: x (T, H) to out (S, I), or (S, N) when raw, sorted; see kernels/mlp.py."""
     sizes, config, bias, gate = sizes_of(experts, ids), choice.up, experts.up_bias, gate_constants(experts, is_raw)
     constants = {
         **{"K": sizes.slots, "HIDDEN": sizes.hidden, "INNER": out.shape[1], "X_T": x.stride(0), "X_H": x.stride(1)},
@@ -23,20 +31,29 @@ def up(
         **{**bias_strides(bias), **gate, "TRANSPOSED": experts.is_transposed},
     }
     weight = descriptors.up_descriptor(experts, gate["GATE"], config.columns, config.depth)
-    arguments = (x, tiles, weight, bias, out, sizes.pairs, num_tiles(sizes, config))
+    arguments = (x, tiles, weight, bias, out, raw, sizes.pairs, num_tiles(sizes, config))
     grid = tile_grid(sizes, config, triton.cdiv(out.shape[1], config.columns))
     return Launch(large.up_large, grid, arguments, constants, config.warps, config.stages)
 
 
-def down(experts: ExpertWeights, choice: Choice, a: Tensor, ids: Tensor, tiles: Tensor, slots: Tensor) -> Launch:
-    """Second product, not yet weighted: a (S, I), sorted, to slots (S, H) in pair order."""
-    sizes, config, bias = sizes_of(experts, ids), choice.down, experts.down_proj_bias
+def rows_by_tile(
+    sizes: Sizes,
+    choice: Choice,
+    rows: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    is_transposed: bool,
+    tiles: Tensor,
+    slots: Tensor,
+) -> Launch:
+    """Sorted rows (S, D) times their experts' matrices, not yet weighted, to slots (S, N) in pair order."""
+    config, depth, width = choice.down, rows.shape[1], slots.shape[1]
     constants = {
-        **{"HIDDEN": sizes.hidden, "INNER": sizes.inner, "TRANSPOSED": experts.is_transposed, **bias_strides(bias)},
+        **{"HIDDEN": width, "INNER": depth, "TRANSPOSED": is_transposed, **bias_strides(bias)},
         **{"BLOCK_M": config.rows, "BLOCK_N": config.columns, "BLOCK_D": config.depth, "GROUP": GROUP},
     }
-    weight = descriptors.down_descriptor(experts, config.columns, config.depth)
-    rows = descriptors.rows_descriptor(a, config.rows, config.depth)
-    arguments = (rows, tiles, weight, bias, slots, sizes.pairs, num_tiles(sizes, config))
-    grid = tile_grid(sizes, config, triton.cdiv(sizes.hidden, config.columns))
+    matrix = descriptors.matrix_descriptor(weight, is_transposed, config.columns, config.depth)
+    described = descriptors.rows_descriptor(rows, config.rows, config.depth)
+    arguments = (described, tiles, matrix, bias, slots, sizes.pairs, num_tiles(sizes, config))
+    grid = tile_grid(sizes, config, triton.cdiv(width, config.columns))
     return Launch(large.down_large, grid, arguments, constants, config.warps, config.stages)

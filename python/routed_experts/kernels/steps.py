@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from routed_experts.kernels import mlp
-from routed_experts.kernels.choice import Choice, choose, sizes_of, smaller_choices
+from routed_experts.kernels.choice import Choice, Sizes, choose, sizes_of, smaller_choices
 from routed_experts.kernels.fused import limits, run_smaller
 from routed_experts.kernels.launch import Launch
 from routed_experts.kernels.layout import launches, scratch_size, tile_sizes
@@ -48,13 +48,19 @@ def _sorted(
     choice = choose(experts, sizes, rows.dtype, limits(rows.device), is_sorted=True)
 
     def lists(attempt: Choice) -> Iterable[Launch]:
-        length = sum(tile_sizes(sizes.pairs, sizes.experts, attempt.up.rows))
-        tiles, chunks = (
-            torch.empty(n, dtype=torch.int32, device=rows.device)
-            for n in (length, scratch_size(sizes.pairs, sizes.experts))
-        )
+        tiles, chunks = tile_lists(sizes, attempt.up.rows, rows.device)
         yield from launches(ids, tiles, chunks, sizes.experts, attempt.up.rows, tiles=True)
         yield product(attempt, tiles)
 
     run_smaller(smaller_choices(choice), out, lists)
     return out
+
+
+def tile_lists(sizes: Sizes, unit: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Memory for the flat list of tiles of ``unit`` rows, and the scratch that filling it takes."""
+    length = sum(tile_sizes(sizes.pairs, sizes.experts, unit))
+    scratch = scratch_size(sizes.pairs, sizes.experts)
+    return (
+        torch.empty(length, dtype=torch.int32, device=device),
+        torch.empty(scratch, dtype=torch.int32, device=device),
+    )

@@ -1,0 +1,142 @@
+"""The gradients of one call, each as a method: the gradients' launches over the call's tiles.
+
+Letters as in kernels/experts.py; N = 2I gated, else I.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+from routed_experts.kernels import gradient_launches, mlp
+from routed_experts.kernels.choice import Choice, choose, sizes_of, smaller_choices
+from routed_experts.kernels.configs import smaller_ones, sums_config
+from routed_experts.kernels.fused import limits, run_smaller
+from routed_experts.kernels.gradient_launches import Rows
+from routed_experts.kernels.launch import Launch
+from routed_experts.kernels.layout import launches
+from routed_experts.kernels.steps import tile_lists
+from routed_experts.weights import ExpertWeights
+
+Grads = dict[str, Tensor]
+
+
+class Backward:
+    """One backward: sizes and tiles of the call, and the gradients as methods."""
+
+    def __init__(
+        self,
+        experts: ExpertWeights,
+        x: Tensor,
+        ids: Tensor,
+        grad: Tensor,
+        wanted: set[str],
+        mains: Grads,
+        tiles: Tensor | None,
+    ) -> None:
+        """Take the call: what was differentiated, which gradients are wanted, and the tiles where they were kept."""
+        self.experts, self.ids, self.wanted, self.mains = experts, ids, wanted, mains
+        self.grad, self.kept_tiles = grad.contiguous(), tiles
+        self.sizes = sizes_of(experts, ids)
+        self.device = limits(x.device)
+        self.choice = choose(experts, self.sizes, x.dtype, self.device, is_sorted=True)
+
+    def run(self, out: Tensor, launches_of: Callable[[Choice], Iterable[Launch]]) -> None:
+        """Launch with the call's tiles, or with the largest that there is room for."""
+        run_smaller(smaller_choices(self.choice), out, launches_of)
+
+    @functools.cached_property
+    def tiles(self) -> Tensor:
+        """The flat list of tiles, kept or sorted anew."""
+        if self.kept_tiles is not None:
+            return self.kept_tiles
+        experts, unit = self.sizes.experts, self.choice.up.rows
+        tiles, chunks = tile_lists(self.sizes, unit, self.ids.device)
+        run_smaller([None], tiles, lambda _: launches(self.ids, tiles, chunks, experts, unit, tiles=True))
+        return tiles
+
+    @functools.cached_property
+    def ranges(self) -> Tensor:
+        """First sorted row and number of rows of every expert, (E, 2)."""
+        out = torch.empty(self.sizes.experts, 2, dtype=torch.int32, device=self.ids.device)
+        self.run(out, lambda choice: [gradient_launches.ranges(choice, self.sizes, self.tiles, out)])
+        return out
+
+    def empty(self, *shape: int) -> Tensor:
+        """Memory in the dtype of the products."""
+        return torch.empty(shape, dtype=self.grad.dtype, device=self.grad.device)
+
+    def weight(self, role: str, parameter: Tensor, outputs: Rows, inputs: Rows) -> Grads:
+        """Gradient of a matrix from those of its outputs, and its inputs; or nothing, added to a main gradient."""
+        if role not in self.wanted:
+            return {}
+        main = self.mains.get(role)
+        out = torch.empty_like(parameter) if main is None else main
+        left, right = (inputs, outputs) if self.experts.is_transposed else (outputs, inputs)
+        config = sums_config(self.device.capability, left.tensor.element_size(), self.device.shared_bytes)
+        run_smaller(
+            smaller_ones(config),
+            out,
+            lambda one: [
+                gradient_launches.weight(
+                    one, self.choice.precision, left, right, self.tiles, self.ranges, out, add=main is not None
+                )
+            ],
+        )
+        return {role: out} if main is None else {}
+
+    def bias(self, role: str, parameter: Tensor | None, rows: Rows, weights: Tensor | None = None) -> Grads:
+        """Gradient of a bias from the gradients of its rows."""
+        if role not in self.wanted or parameter is None:
+            return {}
+        out = torch.empty_like(parameter)
+        self.run(out, lambda _: [gradient_launches.bias(self.sizes, rows, weights, self.tiles, self.ranges, out)])
+        return {role: out}
+
+    def tokens(self, u_grad: Tensor) -> Grads:
+        """Gradient of the tokens (T, H), summed over slots, from that of the first product (S, N)."""
+        if "x" not in self.wanted:
+            return {}
+        experts, sizes = self.experts, self.sizes
+        slots, out = self.empty(sizes.pairs, sizes.hidden), self.empty(sizes.tokens, sizes.hidden)
+        weight, transposed = experts.up_weight, not experts.is_transposed
+        self.run(
+            slots,
+            lambda choice: [
+                mlp.rows_by_tile(sizes, choice, u_grad, weight, None, transposed, self.tiles, slots),
+                mlp.weigh(slots, self.ids, None, out, sizes.experts),
+            ],
+        )
+        return {"x": out}
+
+    def first(self, x: Tensor, u_grad: Tensor) -> Grads:
+        """Gradients of all that the first product is made of."""
+        rows, experts = Rows(u_grad, 0), self.experts
+        found = self.weight("up", experts.up_weight, rows, Rows(x, self.sizes.slots))
+        return found | self.bias("up_bias", experts.up_bias, rows) | self.tokens(u_grad)
+
+    def product(self, x: Tensor) -> Tensor:
+        """The first product of tokens (T, H), once more: (S, N), sorted."""
+        experts = self.experts
+        out = self.empty(self.sizes.pairs, experts.intermediate_size * (1 + experts.has_gate))
+        self.run(out, lambda choice: [mlp.up(experts, choice, x, self.ids, self.tiles, out, is_raw=True)])
+        return out
+
+    def units(
+        self, u: Tensor, weights: Tensor, u_grad: Tensor | None, scaled: Tensor | None, routing: Tensor | None
+    ) -> None:
+        """Through second product and gate; see kernels/gradients.py. ``routing`` gets the routing weights' gradient."""
+        experts, sizes, grad = self.experts, self.sizes, self.grad
+
+        def attempt(choice: Choice) -> Iterable[Launch]:
+            shape = (gradient_launches.unit_parts(choice, sizes), sizes.pairs)
+            partial = None if routing is None else torch.empty(shape, dtype=torch.float32, device=grad.device)
+            made = (u_grad, scaled, partial)
+            yield gradient_launches.units(experts, choice, sizes, grad, self.tiles, u, weights, made)
+            if partial is not None and routing is not None:
+                yield gradient_launches.routing(experts, sizes, partial, self.ids, grad, routing)
+
+        self.run(grad, attempt)

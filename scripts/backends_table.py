@@ -20,6 +20,7 @@ COLUMNS = ("Backend", "Device", "Takes", "Dtypes", "Experts and call", "Machine"
 # Kinds of requirement that speak of the machine; the others speak of the experts and of the call.
 MACHINE = {
     "any_package",
+    "c_compiler",
     "capability",
     "capability_major",
     "nvcc",
@@ -54,6 +55,10 @@ def words(requirement: dict[str, Any]) -> str:
             return " or ".join(names)
         case {"kind": "multiple_of", "n": n, "dims": dims}:
             return f"{', '.join(dims)} multiples of {n}"
+        case {"kind": "at_most", "n": n, "dims": dims}:
+            return f"{', '.join(dims)} at most {n}"
+        case {"kind": "c_compiler"}:
+            return "C compiler"
         case {"kind": "weights_aligned", "bytes": count}:
             return f"weight rows at multiples of {count} bytes"
         case {"kind": "scales", "any_of": pairs}:

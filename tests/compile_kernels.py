@@ -60,7 +60,7 @@ def launches(capability, dtype, tokens, slots, experts, hidden, inner):
 
 
 def main():
-    # 24 experts: unsorted, then a mean of 3, 8, 21 and 170 rows an expert, one for each row of a table; then a large call.
+    # 24 experts: unsorted; a mean of 3, 8, 21 and 170 rows an expert, one for each row of a table; and a large call.
     calls = [(1, 4), (18, 4), (48, 4), (128, 4), (1024, 4), (4096, 4)]
     for capability in map(int, sys.argv[1:]):
         for dtype, shape in ((torch.bfloat16, (24, 1024, 512)), (torch.float32, (24, 72, 40))):

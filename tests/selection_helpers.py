@@ -63,6 +63,8 @@ def machine(capability: tuple[int, int] = (9, 0), nvcc: Any = "13.0", **changes:
         python="3.12.1",
         packages=dict(READY),
         toolkit=toolkit,
+        c_compiler="/usr/bin/gcc",
+        python_headers="/usr/include/python3.12",
     )
     return facts.replace(**changes)
 

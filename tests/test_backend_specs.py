@@ -171,6 +171,26 @@ def test_e4m3_needs_sm89(capability, accepted):  # B41
     assert "SM89" in caught.value.needed
 
 
+@pytest.mark.parametrize(
+    ("missing", "found"), [("c_compiler", "no C compiler"), ("python_headers", "no Python.h")], ids=str
+)
+def test_triton_needs_what_it_builds_its_launcher_with(missing, found):
+    facts = machine(**{missing: None})
+    refused = refusal("fused", facts)
+    assert type(refused) is errors.BackendUnavailable
+    assert refused.found == found
+    assert "CC" in refused.hint
+    specs = [*specs_of("fused"), *specs_of("deepgemm")]
+    assert ask(specs, facts)["name"] == "deepgemm"
+
+
+def test_fused_sorts_no_more_experts_than_it_can():
+    refused = refusal("fused", machine(), experts=make_experts(num_experts=4097))
+    assert type(refused) is errors.UnsupportedExperts
+    assert "num_experts 4097" in refused.found
+    assert ask(specs_of("fused"), machine(), "fused", make_experts(num_experts=4096))["path"] == "triton"
+
+
 def test_an_old_package_stops_only_its_own_backend():  # B61
     facts = machine(packages={"kernels": "0.17.2", "nvidia-cutlass-dsl": "4.2.1", "apache-tvm-ffi": "0.1.10"})
     specs = [*specs_of("sonicmoe"), *specs_of("deepgemm")]

@@ -56,6 +56,30 @@ def test_facts_of_a_cpu():
     assert found.to_dict()["packages"] == found.packages
 
 
+def test_the_compiler_is_the_one_that_triton_takes(monkeypatch, tmp_path):
+    for name in ("gcc", "clang"):
+        (tmp_path / name).touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    assert current_facts("cpu").c_compiler == str(tmp_path / "gcc")
+    (tmp_path / "gcc").unlink()
+    facts.forget_facts()
+    assert current_facts("cpu").c_compiler == str(tmp_path / "clang")
+    monkeypatch.setenv("CC", "/opt/cc")
+    assert current_facts("cpu").c_compiler == "/opt/cc"
+    monkeypatch.delenv("CC")
+    monkeypatch.setenv("PATH", "")
+    assert current_facts("cpu").c_compiler is None
+
+
+def test_headers_are_there_or_not(monkeypatch, tmp_path):
+    monkeypatch.setattr(facts.sysconfig, "get_paths", lambda scheme: {"include": str(tmp_path)})
+    assert current_facts("cpu").python_headers is None
+    (tmp_path / "Python.h").touch()
+    facts.forget_facts()
+    assert current_facts("cpu").python_headers == str(tmp_path)
+
+
 def test_facts_are_gathered_once_and_again_when_a_variable_changes(monkeypatch):
     first = current_facts("cpu")
     assert current_facts("cpu") is first

@@ -59,7 +59,7 @@ def test_every_pair_of_factors(case, poisoned):
 
 
 @pytest.mark.parametrize("sizes", [(40, 264), (264, 40), (128, 128)])
-@pytest.mark.parametrize(("tokens", "top_k"), [(1, 4), (16, 4), (13, 5), (40, 4)])
+@pytest.mark.parametrize(("tokens", "top_k"), [(1, 4), (16, 4), (13, 5)])
 def test_both_regimes_at_odd_sizes(tokens, top_k, sizes, poisoned):
     """B31: 64 pairs are the last that go unsorted."""
     check(dataclasses.replace(BASE, tokens=tokens, top_k=top_k, sizes=sizes, num_experts=5, routing="sentinels"))
@@ -102,8 +102,10 @@ def test_every_configuration(table, mean_rows, kernels, monkeypatch, poisoned):
 
 
 @pytest.mark.parametrize("gate", ["silu", "oai", "own", "no gate, relu2"])
-@pytest.mark.parametrize(("is_transposed", "is_concatenated"), [(False, True), (False, False), (True, False)])
-@pytest.mark.parametrize("sizes", [(64, 144), (80, 272)])  # multiples of 16: the oldest interpreters ask for that
+@pytest.mark.parametrize(
+    ("is_transposed", "is_concatenated", "sizes"),  # multiples of 16: the oldest interpreters ask for that
+    [(False, True, (80, 272)), (False, False, (64, 144)), (True, False, (80, 144))],
+)
 def test_large_calls_by_descriptor(gate, is_transposed, is_concatenated, sizes, kernels, monkeypatch, poisoned):
     monkeypatch.setattr(kernels["choice"], "_LARGE_FLOPS", 0)
     ran = []

@@ -122,8 +122,9 @@ def test_three_launches_equal_rust(pairs, experts, alignment, three_launches):
     check_layout(random_ids(pairs, experts), experts, alignment)
 
 
-@pytest.mark.parametrize(("pairs", "experts", "alignment"), [(8192, 60, 16), (8193, 128, 1), (20000, 60, 128)])
+@pytest.mark.parametrize(("pairs", "experts", "alignment"), [(4096, 60, 16), (4097, 128, 1), (20000, 60, 128)])
 def test_layout_equals_rust_around_the_change_of_path(pairs, experts, alignment):
+    assert kernels.SMALL_PAIRS == 4096
     check_layout(random_ids(pairs, experts), experts, alignment)
 
 
@@ -146,9 +147,7 @@ def test_every_id_dtype_and_its_extremes(dtype, path):
     info = torch.iinfo(dtype)
     wanted = [0, 5, 3, 299, info.min, info.max, -1, 300, 255, 65535, 2**31, 2**31 + 1, 2**32 + 1, 2**63 + 1, 5, 0]
     values = [value for value in wanted if info.min <= value <= info.max]
-    ids = torch.tensor([values * 2, values[::-1] * 2], dtype=dtype)
-    check_layout(ids, 300, 4)
-    check_tiles(ids, 300, 4)
+    check_layout(torch.tensor([values * 2, values[::-1] * 2], dtype=dtype), 300, 4)
 
 
 def test_ids_of_any_strides(path):
@@ -238,7 +237,7 @@ from triton.compiler import ASTSource
 from routed_experts.kernels import layout
 
 out = torch.empty(0, dtype=torch.int32)
-many = torch.zeros(1, 1, dtype=torch.int64).expand(8193, 1)
+many = torch.zeros(1, 1, dtype=torch.int64).expand(4097, 1)
 cases = [(8, 1, False, "*i64"), (60, 128, False, "*u16"), (128, 16, True, "*i32")]
 launches = [(one, ids_type) for experts, unit, tiles, ids_type in cases for ids in (many[:8], many)
             for one in layout.launches(ids, out, out, experts, unit, tiles=tiles)]

@@ -9,6 +9,8 @@ import dataclasses
 import functools
 import os
 import platform
+import shutil
+import sysconfig
 from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any, NamedTuple
@@ -33,7 +35,7 @@ BATCHED_BYTES = "ROUTED_EXPERTS_BATCHED_BYTES"
 CHECKED = "ROUTED_EXPERTS_CHECKED"
 RECOMPUTE = "ROUTED_EXPERTS_FUSED_RECOMPUTE"
 MAIN_GRAD = "ROUTED_EXPERTS_MAIN_GRAD"
-_MACHINE_VARIABLES = ("CUDA_HOME", "CUDA_PATH", "PATH", "DG_JIT_NVCC_COMPILER", "CUDA_VISIBLE_DEVICES")
+_MACHINE_VARIABLES = ("CUDA_HOME", "CUDA_PATH", "PATH", "DG_JIT_NVCC_COMPILER", "CUDA_VISIBLE_DEVICES", "CC")
 
 # Every call of a layer reads these. The dict inside os.environ answers ten times faster than os.environ does,
 # which decodes each value; where an interpreter has no such dict, the slow way is the same.
@@ -59,6 +61,7 @@ class Facts:
 
     ``capability`` is the compute capability, (9, 0) for SM90; ``packages`` holds the version of each optional
     package, None when it is not installed; ``toolkit`` is the CUDA toolkit's root, nvcc, version and so on.
+    ``c_compiler`` and ``python_headers`` (the folder of ``Python.h``) are what Triton builds its launcher with.
     """
 
     device: str
@@ -69,6 +72,8 @@ class Facts:
     python: str = ""
     packages: dict[str, str | None] = field(default_factory=dict)
     toolkit: dict[str, Any] | None = None
+    c_compiler: str | None = None
+    python_headers: str | None = None
 
     def replace(self, **changes: Any) -> Facts:
         """Return other facts, to ask about a machine that is not here.
@@ -185,6 +190,8 @@ def _gathered(device: torch.device, _environment: tuple[Any, ...], whole: bool) 
         python=platform.python_version(),
         packages={name: package_version(name) for name in PACKAGES},
         toolkit=_toolkit() if whole else None,
+        c_compiler=_c_compiler(),
+        python_headers=_python_headers(),
     )
 
 
@@ -200,6 +207,18 @@ def package_version(name: str) -> str | None:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
+
+
+def _c_compiler() -> str | None:
+    """The compiler that Triton takes, looked for in its order."""
+    return os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+
+
+def _python_headers() -> str | None:
+    scheme = sysconfig.get_default_scheme()
+    # Debian's own scheme names a folder that its packages do not write to.
+    folder = sysconfig.get_paths("posix_prefix" if scheme == "posix_local" else scheme)["include"]
+    return folder if os.path.isfile(os.path.join(folder, "Python.h")) else None
 
 
 def _toolkit() -> dict[str, Any]:

@@ -92,6 +92,9 @@ BACKEND = Backend(
                         "then": {"kind": "capability", "min": (8, 9)},
                     },
                     {"kind": "package", "name": "triton", "min": "3.3"},
+                    {"kind": "c_compiler"},
+                    # What the kernels that sort hold in registers; kernels/layout.py.
+                    {"kind": "at_most", "n": 4096, "dims": ["num_experts"]},
                 ),
                 cost={"cuda": Cost(call_us=45, bytes_per_us=4e6, flops_per_us=4.5e8)},
             ),

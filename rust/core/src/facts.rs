@@ -22,6 +22,12 @@ pub struct Facts {
     pub python: String,
     /// Installed version of each optional package; `None` when it is not installed.
     pub packages: BTreeMap<String, Option<String>>,
+    /// The C compiler that Triton would build its launcher with.
+    #[serde(default)]
+    pub c_compiler: Option<String>,
+    /// The folder of Python's own headers, `None` where there is no `Python.h`.
+    #[serde(default)]
+    pub python_headers: Option<String>,
     /// The CUDA toolkit, if one was found.
     pub toolkit: Option<Toolkit>,
 }

@@ -83,6 +83,13 @@ pub enum Requirement {
         /// Which sizes.
         dims: Vec<Dim>,
     },
+    /// Sizes are at most `n`.
+    AtMost {
+        /// The largest.
+        n: u64,
+        /// Which sizes.
+        dims: Vec<Dim>,
+    },
     /// Weights are not quantized.
     Unquantized {},
     /// The format of the weights is one of these; `none` stands for unquantized.
@@ -152,6 +159,8 @@ pub enum Requirement {
         /// Names of the distributions.
         any_of: Vec<String>,
     },
+    /// A C compiler and Python's headers were found: Triton builds its launcher with them.
+    CCompiler {},
     /// A CUDA toolkit was found.
     Toolkit {},
     /// The toolkit has its compiler.
@@ -239,6 +248,7 @@ impl Requirement {
             | Self::Capability { .. }
             | Self::Package { .. }
             | Self::AnyPackage { .. }
+            | Self::CCompiler {}
             | Self::Toolkit {}
             | Self::Nvcc {}
             | Self::ToolkitVersion { .. } => Class::Environment,
@@ -265,6 +275,7 @@ impl Requirement {
             Self::Dtype { any_of } => module::dtype(any_of, problem),
             Self::WeightsAligned { bytes } => module::weights_aligned(*bytes, problem),
             Self::MultipleOf { n, dims } => module::multiple_of(*n, dims, problem),
+            Self::AtMost { n, dims } => module::at_most(*n, dims, problem),
             Self::Unquantized {} => module::quantization(&["none".into()], problem),
             Self::Quantization { any_of } => module::quantization(any_of, problem),
             Self::Block { any_of } => module::block(any_of, problem),
@@ -283,6 +294,7 @@ impl Requirement {
             Self::Capability { min } => machine::capability(*min, facts),
             Self::Package { name, min } => machine::package(name, min.as_ref(), facts),
             Self::AnyPackage { any_of } => machine::any_package(any_of, facts),
+            Self::CCompiler {} => machine::c_compiler(facts),
             Self::Toolkit {} => machine::toolkit(facts),
             Self::Nvcc {} => machine::nvcc(facts),
             Self::ToolkitVersion { rows } => machine::toolkit_version(rows, facts),

@@ -13,6 +13,7 @@ fn facts(change: &Value) -> Facts {
         json!({"device": "cuda", "capability": [9, 0], "device_name": "H200", "device_count": 1,
             "torch": "2.10.0+cu130", "python": "3.12.4",
             "packages": {"kernels": "0.17.2", "nvidia-cutlass-dsl": "4.6.0", "deep_gemm": null},
+            "c_compiler": "/usr/bin/gcc", "python_headers": "/usr/include/python3.12",
             "toolkit": {"root": "/opt/cuda", "nvcc": "/opt/cuda/bin/nvcc", "version": "12.9", "helpers": {}}}),
         change,
     )
@@ -102,6 +103,12 @@ fn module_sentences() {
             "hidden_size 256",
         ),
         (multiple(128), json!({"intermediate_size": 96}), UnsupportedExperts, "intermediate_size 96"),
+        (
+            json!({"kind": "at_most", "n": 4096, "dims": ["num_experts", "hidden_size"]}),
+            json!({"num_experts": 4097}),
+            UnsupportedExperts,
+            "num_experts 4097",
+        ),
         (json!({"kind": "unquantized"}), quantized("fp8_block", "float32"), UnsupportedScheme, "fp8_block"),
         (formats(&["none", "mxfp4"]), quantized("mxfp8", "ue8m0"), UnsupportedScheme, "mxfp8"),
         (
@@ -178,6 +185,8 @@ fn machine_sentences() {
             json!({"packages": {}}),
             "none of",
         ),
+        (json!({"kind": "c_compiler"}), json!({"c_compiler": null}), "no C compiler"),
+        (json!({"kind": "c_compiler"}), json!({"python_headers": null}), "no Python.h"),
         (json!({"kind": "toolkit"}), json!({"toolkit": null}), "no CUDA toolkit"),
         (json!({"kind": "toolkit"}), json!({"toolkit": {"root": null}}), "no CUDA toolkit"),
         (json!({"kind": "nvcc"}), json!({"toolkit": {"root": "/usr"}}), "no nvcc in /usr"),

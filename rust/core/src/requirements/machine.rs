@@ -121,6 +121,20 @@ pub fn any_package(any_of: &[String], facts: &Facts) -> Check {
     )
 }
 
+pub fn c_compiler(facts: &Facts) -> Check {
+    let found = match (&facts.c_compiler, &facts.python_headers) {
+        (None, _) => "no C compiler",
+        (_, None) => "no Python.h",
+        _ => return Ok(()),
+    };
+    machine(
+        false,
+        found,
+        "a C compiler and Python's headers, with which Triton builds its launcher",
+        "install gcc and the headers of this Python (build-essential, python3-dev), or set CC to a compiler",
+    )
+}
+
 pub fn toolkit(facts: &Facts) -> Check {
     machine(
         root(facts).is_some(),

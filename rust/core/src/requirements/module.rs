@@ -77,15 +77,23 @@ pub fn weights_aligned(bytes: u64, problem: &Problem) -> Check {
 }
 
 pub fn multiple_of(n: u64, dims: &[Dim], problem: &Problem) -> Check {
+    sizes(dims, problem, |size| size % n.max(1) == 0, &format!("divisible by {n}"))
+}
+
+pub fn at_most(n: u64, dims: &[Dim], problem: &Problem) -> Check {
+    sizes(dims, problem, |size| size <= n, &format!("at most {n}"))
+}
+
+fn sizes(dims: &[Dim], problem: &Problem, fits: impl Fn(u64) -> bool, needed: &str) -> Check {
     let sizes = dims.iter().map(|dim| match dim {
         Dim::HiddenSize => ("hidden_size", problem.hidden_size),
         Dim::IntermediateSize => ("intermediate_size", problem.intermediate_size),
         Dim::NumExperts => ("num_experts", problem.num_experts),
     });
-    let odd: Vec<_> = sizes.filter(|(_, size)| size % n.max(1) != 0).collect();
+    let odd: Vec<_> = sizes.filter(|&(_, size)| !fits(size)).collect();
     let found: Vec<_> = odd.iter().map(|(name, size)| format!("{name} {size}")).collect();
     let names: Vec<_> = odd.iter().map(|(name, _)| *name).collect();
-    shape(odd.is_empty(), found.join(", "), format!("{} divisible by {n}", names.join(" and ")))
+    shape(odd.is_empty(), found.join(", "), format!("{} {needed}", names.join(" and ")))
 }
 
 pub fn quantization(any_of: &[String], problem: &Problem) -> Check {

@@ -39,10 +39,24 @@ def bias_strides(bias: Tensor | None) -> dict[str, int]:
     return {"BIAS_E": expert, "BIAS_N": column}
 
 
+def settle(x: Tensor, ids: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Tokens, ids and routing weights whose rows are contiguous, copied where they are not.
+
+    Strides are constants of the kernels: those of a transposed tensor change with the number of tokens, and every
+    number would be compiled for.
+    """
+    weights = None if weights is None else weights.contiguous()
+    return x if x.stride(1) == 1 else x.contiguous(), ids.contiguous(), weights
+
+
+def row_stride(rows: Tensor) -> int:
+    """Stride from row to row; of a single row, whatever it was cut out of, the number of columns."""
+    return rows.stride(0) if rows.shape[0] > 1 else rows.shape[1]
+
+
 def routing_strides(weights: Tensor | None) -> dict[str, int]:
     """Strides of routing weights (T, K), 0 without any."""
-    token, slot = (0, 0) if weights is None else weights.stride()
-    return {"WEIGHTS_T": token, "WEIGHTS_K": slot}
+    return {"WEIGHTS_T": 0 if weights is None else row_stride(weights), "WEIGHTS_K": 0 if weights is None else 1}
 
 
 def gate_constants(experts: ExpertWeights, is_raw: bool) -> dict[str, Any]:
@@ -58,7 +72,7 @@ def gate_constants(experts: ExpertWeights, is_raw: bool) -> dict[str, Any]:
 
 def id_constants(sizes: Sizes, ids: Tensor) -> dict[str, int]:
     """How many experts there are, and where their ids stand."""
-    return {"E": sizes.experts, "IDS_T": ids.stride(0), "IDS_K": ids.stride(1)}
+    return {"E": sizes.experts, "IDS_T": row_stride(ids), "IDS_K": 1}
 
 
 def pair_block(sizes: Sizes) -> int:

@@ -19,6 +19,7 @@ from routed_experts import _core
 from routed_experts.errors import BackendUnavailable
 from routed_experts.kernels import mlp
 from routed_experts.kernels.choice import Choice, Device, Sizes, choose, float32_precision, sizes_of, smaller_choices
+from routed_experts.kernels.constants import settle
 from routed_experts.kernels.launch import Launch, device_of, launch, plan, raw_stream
 from routed_experts.kernels.layout import launches, scratch_size, tile_sizes
 from routed_experts.kernels.memory import Piece, cut, places
@@ -117,6 +118,10 @@ def _operands(experts: ExpertWeights, x: Tensor) -> list[Tensor]:
 
 def _through_triton(experts: ExpertWeights, x: Tensor, ids: Tensor, weights: Tensor, key: Any) -> Tensor:
     """Make the call through Triton, and keep its plan under the key unless that is None."""
+    given = (x, ids, weights)
+    x, ids, weights = settle(*given)  # type: ignore[assignment]
+    if any(now is not before for now, before in zip((x, ids, weights), given, strict=True)):
+        key = None  # the plan of the copies is not that of the call
     sizes = sizes_of(experts, ids)
     choice = choose(experts, sizes, x.dtype, limits(x.device))
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)

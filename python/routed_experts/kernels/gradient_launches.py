@@ -21,6 +21,7 @@ from routed_experts.kernels.constants import (
     gate_constants,
     id_constants,
     routing_strides,
+    row_stride,
     tile_grid,
     weight_strides,
 )
@@ -88,7 +89,7 @@ def gathered(
         **block_constants(config, depth, width, choice.precision),
         **weight_strides(weight, None, is_transposed),
         **{"K": rows.per, "HIDDEN": depth, "INNER": width, "GROUP": GROUP},
-        **{"X_T": rows.tensor.stride(0), "X_H": rows.tensor.stride(1)},
+        **{"X_T": row_stride(rows.tensor), "X_H": 1},
         **{"GATE": "raw", "ACTIVATION": "identity", "LIMIT": None, "ALPHA": None},
     }
     grid = tile_grid(sizes, config, triton.cdiv(width, config.columns))

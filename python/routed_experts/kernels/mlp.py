@@ -1,7 +1,7 @@
 """The launches of one call: which kernels, over what memory, with which constants.
 
 Letters as in kernels/experts.py. Everything here follows from shapes, strides and dtypes, so the launches of a call
-can be kept for the next one; see backends/fused.py.
+can be kept for the next one; see kernels/fused.py.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from routed_experts.kernels.constants import (
     id_constants,
     pair_block,
     routing_strides,
+    row_stride,
     tile_grid,
     weight_strides,
 )
@@ -60,7 +61,7 @@ def up(
         **block_constants(config, sizes.hidden, out.shape[1], choice.precision),
         **weight_strides(weight, bias, experts.is_transposed),
         **gate_constants(experts, is_raw),
-        **{"K": sizes.slots, "HIDDEN": sizes.hidden, "INNER": out.shape[1], "X_T": x.stride(0), "X_H": x.stride(1)},
+        **{"K": sizes.slots, "HIDDEN": sizes.hidden, "INNER": out.shape[1], "X_T": row_stride(x), "X_H": 1},
     }
     columns = triton.cdiv(out.shape[1], config.columns)
     if choice.is_sorted:
@@ -141,7 +142,7 @@ def weigh(slots: Tensor, ids: Tensor, weights: Tensor | None, out: Tensor, num_e
     tokens, hidden = out.shape
     rows, columns = 2, min(512, triton.next_power_of_2(hidden))
     constants = {
-        **{"E": num_experts, "K": ids.shape[1], "HIDDEN": hidden, "IDS_T": ids.stride(0), "IDS_K": ids.stride(1)},
+        **{"E": num_experts, "K": ids.shape[1], "HIDDEN": hidden, "IDS_T": row_stride(ids), "IDS_K": 1},
         **{**routing_strides(weights), "BLOCK_T": rows, "BLOCK_N": columns},
     }
     grid = (triton.cdiv(tokens, rows), triton.cdiv(hidden, columns), 1)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from routed_experts.kernels import descriptors, large
 from routed_experts.kernels.choice import Choice, Sizes, num_tiles, sizes_of
-from routed_experts.kernels.constants import GROUP, bias_strides, gate_constants, tile_grid
+from routed_experts.kernels.constants import GROUP, bias_strides, gate_constants, row_stride, tile_grid
 from routed_experts.kernels.launch import Launch
 from routed_experts.weights import ExpertWeights
 
@@ -26,7 +26,7 @@ def up(
     """First product and its gate: x (T, H) to out (S, I), or (S, N) when raw, sorted; see kernels/mlp.py."""
     sizes, config, bias, gate = sizes_of(experts, ids), choice.up, experts.up_bias, gate_constants(experts, is_raw)
     constants = {
-        **{"K": sizes.slots, "HIDDEN": sizes.hidden, "INNER": out.shape[1], "X_T": x.stride(0), "X_H": x.stride(1)},
+        **{"K": sizes.slots, "HIDDEN": sizes.hidden, "INNER": out.shape[1], "X_T": row_stride(x), "X_H": 1},
         **{"BLOCK_M": config.rows, "BLOCK_N": config.columns, "BLOCK_D": config.depth, "GROUP": GROUP},
         **{**bias_strides(bias), **gate, "TRANSPOSED": experts.is_transposed},
     }

@@ -20,6 +20,7 @@ from torch import Tensor
 from routed_experts.kernels import gradient_launches, mlp, steps
 from routed_experts.kernels.backward import Backward, Grads
 from routed_experts.kernels.choice import Choice, choose, sizes_of, smaller_choices
+from routed_experts.kernels.constants import settle
 from routed_experts.kernels.fused import limits, run_smaller
 from routed_experts.kernels.gradient_launches import Rows
 from routed_experts.kernels.launch import Launch
@@ -58,7 +59,7 @@ def forward(
         weights: (T, K) routing weights, where the step takes them.
         keep: whether to keep the first product; else it is computed again.
     """
-    return STEPS[name].forward(experts, x, ids, weights, keep)
+    return STEPS[name].forward(experts, *settle(x, ids, weights), keep)
 
 
 def backward(
@@ -84,6 +85,7 @@ def backward(
     roles = _GATED if experts.has_gate else _UNGATED
     wanted = {role for role, need in zip(roles, needs, strict=True) if role and need}
     found_mains = {str(roles[place]): main for place, main in (mains or {}).items()}
+    x, ids, weights = settle(x, ids, weights)
     call = Backward(experts, x, ids, grad, wanted, found_mains, kept.tiles)
     found = STEPS[name].backward(call, x, weights, kept.u)
     return [found.get(role) if role else None for role in roles]

@@ -160,6 +160,23 @@ def test_idle_experts_and_sentinels_get_exactly_nothing(gate, poisoned):
             assert leaf.grad[~idle].flatten(1).any(1).all()
 
 
+def test_parameters_of_a_gate_and_norm_of_ones_own(poisoned):
+    """Their gradients are sums over all rows, and so must find nothing in those of sentinels."""
+    x, index, weights, tensors, _ = build(SMALL)
+    found = []
+    for backend in (NAME, "eager"):
+        scale, gain = torch.full((32,), 0.5).requires_grad_(), torch.full((64,), 2.0).requires_grad_()
+        experts = rx.ExpertWeights(
+            **{name: t.clone().requires_grad_() for name, t in tensors.items()},
+            gate=lambda u, scale=scale: torch.tanh(u[..., 0::2]) * u[..., 1::2] * scale,
+            post_expert_norm=lambda d, gain=gain: d * gain,
+        )
+        rx.run_experts(x, index, weights, experts, backend=backend).square().sum().backward()
+        found.append((scale.grad, gain.grad))
+    for got, wanted in zip(*found, strict=True):
+        assert relative_error(got, wanted.double()) < 1e-5
+
+
 @pytest.mark.parametrize("gate", ["silu", "own"])
 @pytest.mark.parametrize("top_k", [1, 20])
 def test_one_expert_for_every_slot(top_k, gate, poisoned):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from routed_experts.backends.not_yet import refuse
-from routed_experts.backends.spec import Backend, Cost, Spec
+from routed_experts.backends.spec import Backend, Cost, Requirement, Spec
 from routed_experts.combine import wants_grad
 from routed_experts.fused_autograd import differentiable
 from routed_experts.fused_operators import traced
@@ -75,31 +75,37 @@ def _in_steps(experts: ExpertWeights, x_TH: Tensor, index_TK: Tensor, weights_TK
     return differentiable("weigh", experts, slots_SH, index_TK, weights_TK)
 
 
+def _cuda_row(path: str, *requires: Requirement, auto: bool = True) -> tuple[Spec, Callable[..., Tensor]]:
+    spec = Spec(
+        name="fused",
+        path=path,
+        devices=("cuda",),
+        requires=(
+            *_ANYWHERE,
+            *requires,
+            {"kind": "capability", "min": (8, 0)},
+            {
+                # The E4M3 conversion instructions begin with SM89.
+                "kind": "when",
+                "formats": ["fp8_block", "mxfp8", "fp8_tensor"],
+                "then": {"kind": "capability", "min": (8, 9)},
+            },
+            {"kind": "package", "name": "triton", "min": "3.3"},
+            {"kind": "c_compiler"},
+            # What the kernels that sort hold in registers; kernels/layout.py.
+            {"kind": "at_most", "n": 4096, "dims": ["num_experts"]},
+        ),
+        cost={"cuda": Cost(call_us=45, bytes_per_us=4e6, flops_per_us=4.5e8)},
+        auto=auto,
+    )
+    return spec, run
+
+
 BACKEND = Backend(
     rows=(
-        (
-            Spec(
-                name="fused",
-                path="triton",
-                devices=("cuda",),
-                requires=(
-                    *_ANYWHERE,
-                    {"kind": "capability", "min": (8, 0)},
-                    {
-                        # The E4M3 conversion instructions begin with SM89.
-                        "kind": "when",
-                        "formats": ["fp8_block", "mxfp8", "fp8_tensor"],
-                        "then": {"kind": "capability", "min": (8, 9)},
-                    },
-                    {"kind": "package", "name": "triton", "min": "3.3"},
-                    {"kind": "c_compiler"},
-                    # What the kernels that sort hold in registers; kernels/layout.py.
-                    {"kind": "at_most", "n": 4096, "dims": ["num_experts"]},
-                ),
-                cost={"cuda": Cost(call_us=45, bytes_per_us=4e6, flops_per_us=4.5e8)},
-            ),
-            run,
-        ),
+        _cuda_row("triton", {"kind": "no_gradient"}),
+        # By name only: its speed varies from level with transformers' to twice it (docs/performance.md).
+        _cuda_row("triton with gradients", auto=False),
         (
             Spec(name="fused", path="rust", devices=("cpu",), requires=(*_ANYWHERE, {"kind": "not_in_this_version"})),
             refuse,

@@ -1,6 +1,6 @@
-"""`fused`: our own kernels, Triton on CUDA; on CPU in Rust, not in this version.
+"""`fused`: our own kernels, Triton on CUDA and Rust on CPU (fused_cpu.py).
 
-Two launches for few pairs: every first pair of an expert leads its rows through the first product and the gate,
+On CUDA there are two launches for few pairs: every first pair of an expert leads its rows through the first product and the gate,
 then through the second; the last program of a column block weighs and sums. Above, ids are sorted on the device and
 cut into tiles, and the weighted sum is a launch of its own. A gate or norm of one's own stands between the launches
 as it is.
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from routed_experts.backends.not_yet import refuse
+from routed_experts import fused_cpu
 from routed_experts.backends.spec import Backend, Cost, Spec
 from routed_experts.fused_operators import traced
 from routed_experts.mlp import expert_mlp
@@ -72,8 +72,14 @@ BACKEND = Backend(
             run,
         ),
         (
-            Spec(name="fused", path="rust", devices=("cpu",), requires=(*_ANYWHERE, {"kind": "not_in_this_version"})),
-            refuse,
+            Spec(
+                name="fused",
+                path="rust",
+                devices=("cpu",),
+                requires=_ANYWHERE,
+                cost={"cpu": Cost(call_us=40, expert_us=2, bytes_per_us=50e3, flops_per_us=2e5)},
+            ),
+            fused_cpu.run,
         ),
     )
 )

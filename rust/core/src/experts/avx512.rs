@@ -1,10 +1,11 @@
 //! Sixteen lanes in one register of AVX-512, with and without its products of bfloat16.
 
 use std::arch::x86_64::{
-    __m512, __m512bh, __m512i, _mm256_add_ps, _mm256_castpd_ps, _mm256_loadu_si256, _mm512_and_si512,
-    _mm512_castps_pd, _mm512_castps512_ps256, _mm512_castsi512_ps, _mm512_cvtepu16_epi32, _mm512_cvtph_ps,
-    _mm512_dpbf16_ps, _mm512_extractf64x4_pd, _mm512_fmadd_ps, _mm512_loadu_ps, _mm512_loadu_si512,
-    _mm512_set1_epi32, _mm512_set1_ps, _mm512_slli_epi32, _mm512_storeu_ps,
+    __m128, __m512, __m512bh, __m512i, _mm_storeu_ps, _mm256_add_ps, _mm256_castpd_ps, _mm256_loadu_si256,
+    _mm512_add_ps, _mm512_and_si512, _mm512_castps_pd, _mm512_castps512_ps128, _mm512_castps512_ps256,
+    _mm512_castsi512_ps, _mm512_cvtepu16_epi32, _mm512_cvtph_ps, _mm512_dpbf16_ps, _mm512_extractf64x4_pd,
+    _mm512_fmadd_ps, _mm512_loadu_ps, _mm512_loadu_si512, _mm512_maskz_compress_ps, _mm512_permute_ps,
+    _mm512_set1_epi32, _mm512_set1_ps, _mm512_shuffle_f32x4, _mm512_slli_epi32, _mm512_storeu_ps,
 };
 
 use super::avx2::sum_of_eight;
@@ -77,6 +78,25 @@ macro_rules! lanes_in_one_register {
             }
 
             #[inline(always)]
+            unsafe fn sums<const C: usize>(values: [__m512; C]) -> [f32; C] {
+                let mut sums = [0.0; C];
+                // SAFETY: see above; four sums are stored where there are four.
+                unsafe {
+                    if C == 4 {
+                        _mm_storeu_ps(
+                            sums.as_mut_ptr(),
+                            sums_of_four(values[0], values[1], values[2], values[3]),
+                        );
+                    } else {
+                        for c in 0..C {
+                            sums[c] = Self::sum(values[c]);
+                        }
+                    }
+                }
+                sums
+            }
+
+            #[inline(always)]
             unsafe fn load_pairs(from: *const Bf16) -> $pairs {
                 // SAFETY: see above.
                 unsafe { $load_pairs(_mm512_loadu_si512(from.cast())) }
@@ -92,6 +112,20 @@ macro_rules! lanes_in_one_register {
 }
 lanes_in_one_register!(Avx512, [__m512; 2], halves, fused_halves);
 lanes_in_one_register!(Avx512Bf16, __m512bh, as_pairs, dot_pairs);
+
+/// Four sums at once, each by the tree of `sum`.
+#[inline(always)]
+unsafe fn sums_of_four(a: __m512, b: __m512, c: __m512, d: __m512) -> __m128 {
+    // SAFETY: registers alone; the caller has the instructions.
+    unsafe {
+        let ab = _mm512_add_ps(_mm512_shuffle_f32x4::<0x44>(a, b), _mm512_shuffle_f32x4::<0xEE>(a, b));
+        let cd = _mm512_add_ps(_mm512_shuffle_f32x4::<0x44>(c, d), _mm512_shuffle_f32x4::<0xEE>(c, d));
+        let four = _mm512_add_ps(_mm512_shuffle_f32x4::<0x88>(ab, cd), _mm512_shuffle_f32x4::<0xDD>(ab, cd));
+        let two = _mm512_add_ps(four, _mm512_permute_ps::<0x4E>(four));
+        let one = _mm512_add_ps(two, _mm512_permute_ps::<0xB1>(two));
+        _mm512_castps512_ps128(_mm512_maskz_compress_ps(0x1111, one))
+    }
+}
 
 /// Second and first numbers of the pairs, as float32.
 #[inline(always)]

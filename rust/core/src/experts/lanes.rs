@@ -37,6 +37,16 @@ pub trait Lanes {
     unsafe fn fused(a: Self::Single, b: Self::Single, c: Self::Single) -> Self::Single;
     /// Sum of the lanes: those 8 apart, then 4, 2 and 1.
     unsafe fn sum(value: Self::Single) -> f32;
+    /// The sums of some vectors.
+    #[inline(always)]
+    unsafe fn sums<const C: usize>(values: [Self::Single; C]) -> [f32; C] {
+        let mut sums = [0.0; C];
+        for c in 0..C {
+            // SAFETY: registers alone; the caller has the instructions.
+            sums[c] = unsafe { Self::sum(values[c]) };
+        }
+        sums
+    }
     /// Thirty-two numbers.
     unsafe fn load_pairs(from: *const Bf16) -> Self::Pairs;
     /// Adds to each lane the product of the pairs' second numbers, rounds, adds that of the first, rounds.

@@ -85,9 +85,9 @@ level!(portable, Portable);
 #[cfg(target_arch = "x86_64")]
 level!(avx2, super::super::avx2::Avx2, "avx2,fma,f16c");
 #[cfg(target_arch = "x86_64")]
-level!(avx512, super::super::avx512::Avx512, "avx512f,avx2,fma,f16c");
+level!(avx512, super::super::avx512::Avx512, "avx512f,avx512vl,avx2,fma,f16c");
 #[cfg(target_arch = "x86_64")]
-level!(avx512bf16, super::super::avx512::Avx512Bf16, "avx512bf16,avx512f,avx2,fma,f16c");
+level!(avx512bf16, super::super::avx512::Avx512Bf16, "avx512bf16,avx512f,avx512vl,avx2,fma,f16c");
 
 /// The levels of this processor, the fastest first; portable code is the last.
 pub fn available() -> &'static [Level] {
@@ -101,7 +101,7 @@ fn found() -> Vec<Level> {
     {
         use std::arch::is_x86_feature_detected as has;
         let avx2 = has!("avx2") && has!("fma") && has!("f16c");
-        let avx512 = avx2 && has!("avx512f");
+        let avx512 = avx2 && has!("avx512f") && has!("avx512vl");
         levels.extend((avx512 && has!("avx512bf16")).then_some(avx512bf16::LEVEL));
         levels.extend(avx512.then_some(avx512::LEVEL));
         levels.extend(avx2.then_some(avx2::LEVEL));

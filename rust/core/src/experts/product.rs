@@ -202,29 +202,29 @@ unsafe fn dots<L: Lanes, T: Terms<L>, const C: usize>(
     for (place, weight) in weights.iter_mut().enumerate() {
         *weight = data.wrapping_offset((first + place) as isize * column);
     }
-    let ahead = column.wrapping_mul((C * size_of::<T::Weight>()) as isize);
+    // The first rows read the weights from memory, and ask for the columns that come next.
+    let mut ahead = column.wrapping_mul((C * size_of::<T::Weight>()) as isize);
     if step != 1 && depth != 1 {
-        packed.clear();
-        for weight in &mut weights {
-            for place in 0..depth as isize {
-                // SAFETY: the matrix is readable at every column and depth.
-                packed.push(unsafe { weight.wrapping_offset(place * step).read_unaligned() });
-            }
-        }
-        for (place, weight) in weights.iter_mut().enumerate() {
-            *weight = packed.as_ptr().wrapping_add(place * depth);
+        // SAFETY: the matrix is readable at every column and depth.
+        unsafe { pack(&mut weights, step, depth, packed) };
+    }
+    // What is left of the depth behind the last whole step, and zeros.
+    let whole = depth / T::STEP * T::STEP;
+    let mut rest = [[T::Weight::default(); DEPTH_UNIT]; C];
+    for c in 0..C {
+        for place in whole..depth {
+            // SAFETY: a column is readable over its depth.
+            rest[c][place - whole] = unsafe { weights[c].add(place).read_unaligned() };
         }
     }
     let out = product.out.wrapping_add(first - product.columns.start);
     let mut row = 0;
     while row < product.rows.len() {
         let left = (product.rows.len() - row).min(L::ROWS);
-        // Only the first rows read the weights from memory; they ask for the columns that come next.
-        let ahead = if row == 0 { ahead } else { 0 };
         macro_rules! tile {
             ($rows:literal) => {
                 // SAFETY: `left` rows are left; columns, rows and results are this product's.
-                unsafe { tile::<L, T, C, $rows>(product, row, &weights, ahead, out) }
+                unsafe { tile::<L, T, C, $rows>(product, row, &weights, &rest, ahead, out) }
             };
         }
         match left {
@@ -236,6 +236,26 @@ unsafe fn dots<L: Lanes, T: Terms<L>, const C: usize>(
             _ => tile!(1),
         }
         row += left;
+        ahead = 0;
+    }
+}
+
+/// Copies columns whose numbers are no neighbours.
+unsafe fn pack<W: Number, const C: usize>(
+    columns: &mut [*const W; C],
+    step: isize,
+    depth: usize,
+    packed: &mut Vec<W>,
+) {
+    packed.clear();
+    for column in columns.iter() {
+        for place in 0..depth as isize {
+            // SAFETY: this function's caller has columns that are readable over their depth.
+            packed.push(unsafe { column.wrapping_offset(place * step).read_unaligned() });
+        }
+    }
+    for (place, column) in columns.iter_mut().enumerate() {
+        *column = packed.as_ptr().wrapping_add(place * depth);
     }
 }
 
@@ -245,6 +265,7 @@ unsafe fn tile<L: Lanes, T: Terms<L>, const C: usize, const R: usize>(
     product: &Product<'_>,
     first_row: usize,
     weights: &[*const T::Weight; C],
+    rest: &[[T::Weight; DEPTH_UNIT]; C],
     ahead: isize,
     out: *mut f32,
 ) {
@@ -254,37 +275,34 @@ unsafe fn tile<L: Lanes, T: Terms<L>, const C: usize, const R: usize>(
     for (place, row) in rows.iter_mut().enumerate() {
         *row = product.rows[first_row + place].cast();
     }
+    // First the columns, then what is left of them: one loop, for accumulators fill the registers.
+    let mut from = *weights;
+    let (mut at, mut end) = (0, whole);
     // SAFETY: columns are readable over the depth, rows up to the next multiple of DEPTH_UNIT, which is one of STEP; the
     // results of these rows and columns are writable.
     unsafe {
-        let mut sums = [[L::splat(0.0); R]; C];
-        let mut at = 0;
-        while at < whole {
-            let mut starts = [std::ptr::null::<T::Weight>(); C];
-            for c in 0..C {
-                starts[c] = weights[c].add(at);
-                if ahead != 0 {
-                    prefetch(starts[c].cast::<u8>().wrapping_offset(ahead));
+        let mut sums = [[L::splat(0.0); C]; R];
+        loop {
+            while at < end {
+                let mut starts = from;
+                for start in &mut starts {
+                    *start = start.wrapping_add(at);
+                    prefetch(start.cast::<u8>().wrapping_offset(ahead));
                 }
+                step::<L, T, C, R>(&rows, at, &starts, &mut sums);
+                at += T::STEP;
             }
-            step::<L, T, C, R>(&rows, at, &starts, &mut sums);
-            at += T::STEP;
-        }
-        if whole < depth {
-            let mut rest = [[T::Weight::default(); DEPTH_UNIT]; C];
-            let mut starts = [std::ptr::null::<T::Weight>(); C];
+            if at >= depth {
+                break;
+            }
+            end = depth;
             for c in 0..C {
-                let from = weights[c].add(whole).cast::<u8>();
-                let bytes = (depth - whole) * size_of::<T::Weight>();
-                std::ptr::copy_nonoverlapping(from, rest[c].as_mut_ptr().cast::<u8>(), bytes);
-                starts[c] = rest[c].as_ptr();
+                from[c] = rest[c].as_ptr().wrapping_sub(whole);
             }
-            step::<L, T, C, R>(&rows, whole, &starts, &mut sums);
         }
         for r in 0..R {
-            for c in 0..C {
-                out.add((first_row + r) * product.out_stride + c).write(L::sum(sums[c][r]));
-            }
+            let out = out.add((first_row + r) * product.out_stride);
+            out.cast::<[f32; C]>().write_unaligned(L::sums(sums[r]));
         }
     }
 }
@@ -295,7 +313,7 @@ unsafe fn step<L: Lanes, T: Terms<L>, const C: usize, const R: usize>(
     rows: &[*const T::Row; R],
     at: usize,
     weights: &[*const T::Weight; C],
-    sums: &mut [[L::Single; R]; C],
+    sums: &mut [[L::Single; C]; R],
 ) {
     // SAFETY: the tile hands over places from which a step is readable.
     unsafe {
@@ -306,7 +324,7 @@ unsafe fn step<L: Lanes, T: Terms<L>, const C: usize, const R: usize>(
         for r in 0..R {
             let row = T::row(rows[r].add(at));
             for c in 0..C {
-                sums[c][r] = T::add(row, loaded[c], sums[c][r]);
+                sums[r][c] = T::add(row, loaded[c], sums[r][c]);
             }
         }
     }

@@ -14,7 +14,7 @@ from routed_experts.backends.spec import Spec
 from routed_experts.facts import Facts
 from routed_experts.selection import select_backend
 
-NOT_YET = ("fused", "deepgemm", "deepgemm_megamoe", "sonicmoe")
+NOT_YET = ("deepgemm", "deepgemm_megamoe", "sonicmoe")
 
 
 def specs_of(name: str) -> list[Spec]:

@@ -1,8 +1,8 @@
 """`fused` on CPU: the whole layer in one call of the Rust core.
 
-Weights are read in place, whatever their strides; x, weights and routing weights may be of any of three dtypes each. A
-gate or norm of one's own stands between two products that are calls of their own. Where a gradient is wanted the call is
-`grouped_mm`'s, whose products know their backward.
+Weights are read in place, whatever their strides; x, weights and routing weights may be of any of three dtypes each.
+A gate or norm of one's own stands between two products that are calls of their own. Where a gradient is wanted the
+call is `grouped_mm`'s, whose products know their backward.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 def run(experts: ExpertWeights, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor) -> Tensor:
     """Run the experts of every token and sum over slots: (T, H) in the dtype of x."""
-    if experts.dtype not in CODES or wants_grad(x_TH, weights_TK, *experts.tensors()):
+    if wants_grad(x_TH, weights_TK, *experts.tensors()):
         return _run_grouped(experts, x_TH, index_TK, weights_TK)
     in_one = experts.gate is None and experts.activation_name is not None and experts.post_expert_norm is None
     if torch.compiler.is_compiling() or type(x_TH) is not Tensor:
@@ -39,7 +39,7 @@ def run(experts: ExpertWeights, x_TH: Tensor, index_TK: Tensor, weights_TK: Tens
 
 
 def _run_grouped(experts: ExpertWeights, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor) -> Tensor:
-    """The same numbers with autograd, in any dtype of weights."""
+    """The same numbers with autograd."""
     layout = build_layout(index_TK, experts.num_experts)
     routes = sorted_routes(layout, index_TK.shape)
     rows = grouped_mm.run(experts, dispatch(x_TH, routes), layout, way="loop")
@@ -74,9 +74,7 @@ def _rows(experts: ExpertWeights, x: Tensor, ids: Tensor, *, is_second: bool) ->
     out = x.new_empty(ids.numel(), weight.shape[2 if experts.is_transposed else 1])
     repeats = 1 if is_second else ids.shape[1]
     grids = _grid(x, CODES), repeats, _grid(ids, ID_CODES)
-    _plan(experts).rows(
-        is_second, ids.shape, *grids, _addresses(weight, bias), out.data_ptr(), torch.get_num_threads()
-    )
+    _plan(experts).rows(is_second, ids.shape, *grids, _addresses(weight, bias), out.data_ptr(), torch.get_num_threads())
     return out
 
 
@@ -99,7 +97,7 @@ def _plan(experts: ExpertWeights) -> _core.CpuExperts:
         )
         weights = tuple(_strides(*_product(experts, second), experts.is_transposed) for second in (False, True))
         plan = experts._plans["cpu"] = _core.CpuExperts(experts.num_experts, CODES[experts.dtype], weights, gate)
-    return plan  # type: ignore[no-any-return]
+    return plan
 
 
 def _strides(weight: Tensor, bias: Tensor | None, transposed: bool) -> tuple[int, ...]:

@@ -1,9 +1,9 @@
 """`fused`: our own kernels, Triton on CUDA and Rust on CPU (fused_cpu.py).
 
-On CUDA there are two launches for few pairs: every first pair of an expert leads its rows through the first product and the gate,
-then through the second; the last program of a column block weighs and sums. Above, ids are sorted on the device and
-cut into tiles, and the weighted sum is a launch of its own. A gate or norm of one's own stands between the launches
-as it is.
+On CUDA there are two launches for few pairs: every first pair of an expert leads its rows through the first product
+and the gate, then through the second; the last program of a column block weighs and sums. Above, ids are sorted on
+the device and cut into tiles, and the weighted sum is a launch of its own. A gate or norm of one's own stands between
+the launches as it is.
 """
 
 from __future__ import annotations

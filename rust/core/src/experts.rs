@@ -4,6 +4,11 @@
 //! first product (2I with a gate). Few tokens are a stream of weights: every expert that is hit is read once, in place,
 //! and its rows are multiplied while it passes.
 
+#![allow(
+    clippy::inline_always,
+    reason = "only what is inlined into a function with target features is compiled for its instructions"
+)]
+
 use std::ops::Range;
 
 use crate::error::CoreError;

@@ -74,9 +74,9 @@ unsafe fn convert<N: Number, M: Number>(from: *const N, step: isize, depth: usiz
     for place in 0..depth {
         // SAFETY: the caller's places are readable and writable; the read asks for no alignment.
         unsafe {
-            to.add(place)
-                .write(M::narrow(from.wrapping_offset(place as isize * step).read_unaligned().widen()))
-        };
+            let value = from.wrapping_offset(place as isize * step).read_unaligned().widen();
+            to.add(place).write(M::narrow(value));
+        }
     }
 }
 

@@ -300,9 +300,9 @@ unsafe fn tile<L: Lanes, T: Terms<L>, const C: usize, const R: usize>(
                 from[c] = rest[c].as_ptr().wrapping_sub(whole);
             }
         }
-        for r in 0..R {
-            let out = out.add((first_row + r) * product.out_stride);
-            out.cast::<[f32; C]>().write_unaligned(L::sums(sums[r]));
+        for (place, sums) in sums.into_iter().enumerate() {
+            let out = out.add((first_row + place) * product.out_stride);
+            out.cast::<[f32; C]>().write_unaligned(L::sums(sums));
         }
     }
 }
@@ -404,8 +404,8 @@ unsafe fn pass_of_column<L: Lanes, T: Terms<L>, const D: usize>(
         for (place, row) in product.rows.iter().enumerate() {
             let out = product.out.add(place * product.out_stride + column);
             let mut sums = L::load_f32(out);
-            for d in 0..D {
-                sums = L::fused(L::splat(row.cast::<f32>().add(at + d).read()), loaded[d], sums);
+            for (d, weights) in loaded.into_iter().enumerate() {
+                sums = L::fused(L::splat(row.cast::<f32>().add(at + d).read()), weights, sums);
             }
             L::store(out, sums);
         }

@@ -232,6 +232,20 @@ def test_operators_obey_their_declarations():
     torch.library.opcheck(ops.fused_cpu_rows.default, (x, index, tensors, text, False), test_utils="test_faketensor")
 
 
+@pytest.mark.parametrize(
+    ("is_transposed", "tokens", "name"),
+    [(False, 1, "fused"), (False, 512, "fused"), (True, 64, "fused"), (True, 512, "grouped_mm")],
+)
+def test_auto_goes_to_the_faster_one(is_transposed, tokens, name):
+    """The crossovers that were measured, at the sizes of Qwen1.5-MoE."""
+    up, down = torch.empty(60, 2816, 2048, device="meta"), torch.empty(60, 2048, 1408, device="meta")
+    if is_transposed:
+        up, down = up.mT, down.mT
+    experts = rx.ExpertWeights(gate_up_proj=up, down_proj=down, is_transposed=is_transposed)
+    facts = rx.current_facts("cpu")
+    assert rx.select_backend(experts, num_tokens=tokens, num_top_k=4, facts=facts).name == name
+
+
 def test_weights_that_are_copied_take_no_plan_along():
     experts, x, index, weights = layer()
     wanted = call(experts, x, index, weights)

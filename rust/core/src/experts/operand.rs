@@ -32,7 +32,8 @@ pub struct Operand {
 impl Operand {
     /// Rows of zeros.
     pub fn zeros(rows: usize, depth: usize, dtype: Dtype) -> Self {
-        let row_bytes = depth.next_multiple_of(DEPTH_UNIT) * dtype.size();
+        // An odd number of lines, so that the same columns of many rows do not share one set of the cache.
+        let row_bytes = ((depth.next_multiple_of(DEPTH_UNIT) * dtype.size()).div_ceil(64) | 1) * 64;
         let mut lines = vec![Line([0; 64]); (rows * row_bytes).div_ceil(64)];
         Self { start: lines.as_mut_ptr().cast(), _lines: lines, dtype, row_bytes }
     }

@@ -330,8 +330,10 @@ unsafe fn step<L: Lanes, T: Terms<L>, const C: usize, const R: usize>(
     }
 }
 
-/// Depths whose products are added in one pass over the results.
+/// Depths whose products are added in one pass over the results of few rows: weights come from memory in long pieces.
 const DEPTHS: usize = 4;
+/// The same for rows that fill more than a tile: results stay in registers for longer.
+const DEPTHS_OF_MANY: usize = 32;
 /// How many passes ahead weights are asked for.
 const PASSES_AHEAD: isize = 2;
 
@@ -344,8 +346,13 @@ unsafe fn sum_in_place<L: Lanes, T: Terms<L>>(product: &Product<'_>) {
         unsafe { std::slice::from_raw_parts_mut(product.out.add(row * product.out_stride), width) }.fill(0.0);
     }
     let depth = product.matrix.depth;
+    let many = if product.rows.len() > L::ROWS { depth / DEPTHS_OF_MANY * DEPTHS_OF_MANY } else { 0 };
+    for at in (0..many).step_by(DEPTHS_OF_MANY) {
+        // SAFETY: the contract is this function's.
+        unsafe { pass::<L, T, DEPTHS_OF_MANY>(product, at) };
+    }
     let whole = depth / DEPTHS * DEPTHS;
-    for at in (0..whole).step_by(DEPTHS) {
+    for at in (many..whole).step_by(DEPTHS) {
         // SAFETY: the contract is this function's.
         unsafe { pass::<L, T, DEPTHS>(product, at) };
     }
@@ -381,33 +388,58 @@ unsafe fn pass<L: Lanes, T: Terms<L>, const D: usize>(product: &Product<'_>, at:
                 prefetch(weights[d].wrapping_offset(PASSES_AHEAD * D as isize * step).cast());
             }
         }
-        // SAFETY: LANES weights are readable at each place, by the copy or by the columns that are left.
-        unsafe { pass_of_column::<L, T, D>(product, at, column, &weights) };
+        let mut row = 0;
+        while row < product.rows.len() {
+            let left = (product.rows.len() - row).min(L::ROWS);
+            macro_rules! tile {
+                ($rows:literal) => {
+                    // SAFETY: LANES weights are readable at each place, by the copy or by the columns that are left;
+                    // `left` rows are left.
+                    unsafe { pass_of_rows::<L, T, D, $rows>(product, row, at, column, &weights) }
+                };
+            }
+            match left {
+                6 if L::ROWS >= 6 => tile!(6),
+                5 if L::ROWS >= 5 => tile!(5),
+                4 if L::ROWS >= 4 => tile!(4),
+                3 if L::ROWS >= 3 => tile!(3),
+                2 => tile!(2),
+                _ => tile!(1),
+            }
+            row += left;
+        }
     }
 }
 
-/// Adds the products of D depths to sixteen columns of every row.
+/// Adds the products of D depths to sixteen columns of R rows.
 #[inline(always)]
-unsafe fn pass_of_column<L: Lanes, T: Terms<L>, const D: usize>(
+unsafe fn pass_of_rows<L: Lanes, T: Terms<L>, const D: usize, const R: usize>(
     product: &Product<'_>,
+    first_row: usize,
     at: usize,
     column: usize,
     weights: &[*const T::Weight; D],
 ) {
-    // SAFETY: LANES weights are readable at each place; only terms with float32 rows come here, and their step is LANES
-    // wide; rows are readable at every depth, and results up to a multiple of LANES.
+    let out = product.out.wrapping_add(first_row * product.out_stride + column);
+    let mut rows = [std::ptr::null::<f32>(); R];
+    for (place, row) in rows.iter_mut().enumerate() {
+        *row = product.rows[first_row + place].cast::<f32>().wrapping_add(at);
+    }
+    // SAFETY: LANES weights are readable at each place; only terms with float32 rows come here, and rows are readable
+    // at every depth, results up to a multiple of LANES.
     unsafe {
-        let mut loaded = [L::splat(0.0); D];
-        for d in 0..D {
-            loaded[d] = T::Weight::load::<L>(weights[d]);
+        let mut sums = [L::splat(0.0); R];
+        for (place, sums) in sums.iter_mut().enumerate() {
+            *sums = L::load_f32(out.add(place * product.out_stride));
         }
-        for (place, row) in product.rows.iter().enumerate() {
-            let out = product.out.add(place * product.out_stride + column);
-            let mut sums = L::load_f32(out);
-            for (d, weights) in loaded.into_iter().enumerate() {
-                sums = L::fused(L::splat(row.cast::<f32>().add(at + d).read()), weights, sums);
+        for (d, weights) in weights.iter().enumerate() {
+            let loaded = T::Weight::load::<L>(*weights);
+            for (row, sums) in rows.iter().zip(&mut sums) {
+                *sums = L::fused(L::splat(row.add(d).read()), loaded, *sums);
             }
-            L::store(out, sums);
+        }
+        for (place, sums) in sums.into_iter().enumerate() {
+            L::store(out.add(place * product.out_stride), sums);
         }
     }
 }

@@ -39,8 +39,9 @@ SYSTEM_LIBRARIES = {
     "libgcc_s.so.1",
     "ld-linux-x86-64.so.2",
 }
-# Feature names in a symbol's path that mark a function as chosen at run time.
-DISPATCHED = re.compile(r"avx2|avx512|ssse3|sse4|amx")
+# Feature names in a symbol's path that mark a function as chosen at run time; `_with_fma` are those of Rust's own
+# library, whose multiply-add asks the processor.
+DISPATCHED = re.compile(r"avx2|avx512|ssse3|sse4|amx|_with_fma")
 # Past SSE2: whatever is VEX or EVEX encoded (named v..., or on wide registers), and the later extensions by
 # name. tzcnt is left out: it is how a disassembler prints the baseline's `rep bsf`.
 LATER_INSTRUCTION = re.compile(

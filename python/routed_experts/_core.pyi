@@ -3,7 +3,15 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias, final
 
-__all__ = ["LaunchPlan", "Registry", "__version__", "find_toolkit", "layout_build", "layout_first_out_of_range"]
+__all__ = [
+    "CpuExperts",
+    "LaunchPlan",
+    "Registry",
+    "__version__",
+    "find_toolkit",
+    "layout_build",
+    "layout_first_out_of_range",
+]
 
 __version__: str
 
@@ -31,6 +39,39 @@ _Kernel: TypeAlias = tuple[int, tuple[int, int, int], int, int, bool, Sequence[_
 class LaunchPlan:
     def __new__(cls, kernels: Sequence[_Kernel]) -> LaunchPlan: ...
     def launch(self, stream: int, pointers: tuple[int, ...]) -> None: ...
+
+# (address, dtype code of fused_cpu.CODES or layout.ID_CODES, strides of rows and columns)
+_Grid: TypeAlias = tuple[int, int, int, int]
+# (columns, depth, strides of experts, columns and depth, strides of the bias)
+_Weights: TypeAlias = tuple[int, ...]
+# (activation, has a gate, halves are concatenated, limit, alpha)
+_Gate: TypeAlias = tuple[str, bool, bool, float | None, float | None]
+
+# fused_cpu.py: addresses of CPU tensors; strides count numbers.
+@final
+class CpuExperts:
+    def __new__(cls, experts: int, dtype: int, weights: tuple[_Weights, ...], gate: _Gate) -> CpuExperts: ...
+    def run(
+        self,
+        shape: tuple[int, ...],
+        x: _Grid,
+        ids: _Grid,
+        routing: _Grid,
+        weights: tuple[int, int, int, int],
+        out: int,
+        threads: int,
+    ) -> None: ...
+    def rows(
+        self,
+        is_second: bool,
+        shape: tuple[int, ...],
+        x: _Grid,
+        repeats: int,
+        ids: _Grid,
+        weights: tuple[int, int],
+        out: int,
+        threads: int,
+    ) -> None: ...
 
 # toolkit.py
 def find_toolkit() -> dict[str, Any]: ...

@@ -1,9 +1,10 @@
-"""`fused`: our own kernels, Triton on CUDA; on CPU in Rust, not in this version.
+"""`fused`: our own kernels, Triton on CUDA and Rust on CPU (fused_cpu.py).
 
-Two launches for few pairs: every first pair of an expert leads its rows through the first product and the gate,
-then through the second; the last program of a column block weighs and sums. Above, ids are sorted on the device and
-cut into tiles, and the weighted sum is a launch of its own. A gate or norm of one's own stands between the launches
-as it is. Where a gradient is wanted ids are always sorted, and the first product is kept: see kernels/training.py.
+On CUDA there are two launches for few pairs: every first pair of an expert leads its rows through the first product
+and the gate, then through the second; the last program of a column block weighs and sums. Above, ids are sorted on the
+device and cut into tiles, and the weighted sum is a launch of its own. A gate or norm of one's own stands between the
+launches as it is. Where a gradient is wanted ids are always sorted, and the first product is kept: see
+kernels/training.py.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from routed_experts.backends.not_yet import refuse
+from routed_experts import fused_cpu
 from routed_experts.backends.spec import Backend, Cost, Requirement, Spec
 from routed_experts.combine import wants_grad
 from routed_experts.fused_autograd import differentiable
@@ -101,14 +102,19 @@ def _cuda_row(path: str, *requires: Requirement, auto: bool = True) -> tuple[Spe
     return spec, run
 
 
+def _on_cpu(path: str, flops_per_us: float, *requires: Requirement) -> Spec:
+    cost = Cost(call_us=40, expert_us=2, bytes_per_us=50e3, flops_per_us=flops_per_us)
+    return Spec(name="fused", path=path, devices=("cpu",), requires=(*_ANYWHERE, *requires), cost={"cpu": cost})
+
+
 BACKEND = Backend(
     rows=(
         _cuda_row("triton", {"kind": "no_gradient"}),
         # By name only: its speed varies from level with transformers' to twice it (docs/performance.md).
         _cuda_row("triton with gradients", auto=False),
-        (
-            Spec(name="fused", path="rust", devices=("cpu",), requires=(*_ANYWHERE, {"kind": "not_in_this_version"})),
-            refuse,
-        ),
+        # Measured on two cores: dot products along columns keep up with torch's GEMM at any number of rows; sums over
+        # the rows of transposed weights do to about 20 rows an expert.
+        (_on_cpu("rust", 2e5, {"kind": "not_transposed"}), fused_cpu.run),
+        (_on_cpu("rust_transposed", 1.1e5), fused_cpu.run),
     )
 )

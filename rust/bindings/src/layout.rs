@@ -27,10 +27,11 @@ macro_rules! with_id_type {
             5 => $function::<u16>($($argument),*),
             6 => $function::<u32>($($argument),*),
             7 => $function::<u64>($($argument),*),
-            code => Err(unknown_dtype(code)),
+            code => Err($crate::layout::unknown_dtype(code)),
         }
     };
 }
+pub(crate) use with_id_type;
 
 /// Fills the `out_len` int32 at address `out` with the layout of the `pairs` ids at address `ids`.
 #[pyfunction]
@@ -127,7 +128,7 @@ fn not_an_output(address: usize) -> CoreError {
     }
 }
 
-fn unknown_dtype(code: u8) -> CoreError {
+pub(crate) fn unknown_dtype(code: u8) -> CoreError {
     CoreError {
         kind: ErrorKind::DtypeError,
         message: "expert ids of an unknown dtype".to_owned(),

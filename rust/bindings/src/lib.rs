@@ -3,6 +3,7 @@
 use pyo3::prelude::*;
 
 mod errors;
+mod experts;
 mod launch;
 mod layout;
 mod select;
@@ -12,6 +13,7 @@ mod toolkit;
 #[pymodule(gil_used = false)]
 fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
+    experts::register(module)?;
     launch::register(module)?;
     layout::register(module)?;
     select::register(module)?;

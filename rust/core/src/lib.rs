@@ -2,6 +2,7 @@
 
 pub mod cost;
 pub mod error;
+pub mod experts;
 pub mod facts;
 pub mod launch;
 pub mod layout;

@@ -305,7 +305,7 @@ def test_other_threads_run_meanwhile():
     finally:
         stop.set()
         counter.join(timeout=60)
-    assert sum(advanced) >= 15
+    assert sum(advanced) >= 8  # with the interpreter held it would be none
 
 
 def test_codes_that_rust_does_not_know():

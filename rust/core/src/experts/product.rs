@@ -421,12 +421,11 @@ unsafe fn pass_of_rows<L: Lanes, T: Terms<L>, const D: usize, const R: usize>(
     weights: &[*const T::Weight; D],
 ) {
     let out = product.out.wrapping_add(first_row * product.out_stride + column);
-    let mut rows = [std::ptr::null::<f32>(); R];
+    let mut rows = [std::ptr::null::<T::Row>(); R];
     for (place, row) in rows.iter_mut().enumerate() {
-        *row = product.rows[first_row + place].cast::<f32>().wrapping_add(at);
+        *row = product.rows[first_row + place].cast::<T::Row>().wrapping_add(at);
     }
-    // SAFETY: LANES weights are readable at each place; only terms with float32 rows come here, and rows are readable
-    // at every depth, results up to a multiple of LANES.
+    // SAFETY: LANES weights are readable at each place, rows at every depth, results up to a multiple of LANES.
     unsafe {
         let mut sums = [L::splat(0.0); R];
         for (place, sums) in sums.iter_mut().enumerate() {
@@ -435,7 +434,7 @@ unsafe fn pass_of_rows<L: Lanes, T: Terms<L>, const D: usize, const R: usize>(
         for (d, weights) in weights.iter().enumerate() {
             let loaded = T::Weight::load::<L>(*weights);
             for (row, sums) in rows.iter().zip(&mut sums) {
-                *sums = L::fused(L::splat(row.add(d).read()), loaded, *sums);
+                *sums = L::fused(L::splat(row.add(d).read().widen()), loaded, *sums);
             }
         }
         for (place, sums) in sums.into_iter().enumerate() {

@@ -89,10 +89,14 @@ def down_large(
     a, tiles, weight, bias, slots, num_pairs, num_tiles,
     HIDDEN: tl.constexpr, INNER: tl.constexpr, BIAS_E: tl.constexpr, BIAS_N: tl.constexpr, TRANSPOSED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr,
+    SORTED: tl.constexpr,
 ):
-    """Second product, not yet weighted: sorted rows (S, I), by descriptor, to a row of every pair (S, H)."""
+    """Second product, not yet weighted: sorted rows (S, I), by descriptor, to a row of every pair (S, H).
+
+    SORTED leaves the rows of the result sorted too.
+    """
     tile, block = tile_and_block(tl.program_id(0), (HIDDEN + BLOCK_N - 1) // BLOCK_N, GROUP)
-    expert, pair_M, _row_M, mask_M = rows_of_tile(tiles, tile, num_pairs, num_tiles, BLOCK_M)
+    expert, pair_M, row_M, mask_M = rows_of_tile(tiles, tile, num_pairs, num_tiles, BLOCK_M)
     if expert >= 0:
         first = tl.load(tiles + num_pairs + num_tiles + tile)
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
@@ -106,4 +110,4 @@ def down_large(
         column_N = block * BLOCK_N + tl.arange(0, BLOCK_N)
         if bias is not None:
             acc += load_bias(bias, expert, column_N, HIDDEN, BIAS_E, BIAS_N)[None, :]
-        store_rows(slots, acc, pair_M, mask_M, column_N, HIDDEN)
+        store_rows(slots, acc, row_M if SORTED else pair_M, mask_M, column_N, HIDDEN)

@@ -56,7 +56,7 @@ def rows_by_tile(
         "SORTED": is_sorted,
     }
     matrix = descriptors.matrix_descriptor(weight, is_transposed, config.columns, config.depth)
-    described = descriptors.rows_descriptor(rows, config.rows, config.depth)
-    arguments = (described, tiles, matrix, bias, slots, sizes.pairs, num_tiles(sizes, config))
+    described = [descriptors.rows_descriptor(rows, height, config.depth) for height in (config.rows, config.rows // 2)]
+    arguments = (*described, tiles, matrix, bias, slots, sizes.pairs, num_tiles(sizes, config))
     grid = tile_grid(sizes, config, triton.cdiv(width, config.columns))
     return Launch(large.down_large, grid, arguments, constants, config.warps, config.stages)

@@ -5,6 +5,7 @@ Without a CUDA device the kernels run in Triton's interpreter, on memory full of
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -78,7 +79,7 @@ def check_layout(ids, experts, alignment):
 
 
 def tiles_oracle(layout, block_rows):
-    """Cut the rows of each expert, the largest expert first."""
+    """Cut the rows of each expert, the largest expert first; then groups of both halves of the list take turns."""
     counts, ends = layout.counts.tolist(), layout.offsets.tolist()
     rows = []
     for expert in sorted(range(len(counts)), key=lambda e: (-counts[e], e)):
@@ -87,6 +88,11 @@ def tiles_oracle(layout, block_rows):
             rows.append((expert, first, min(block_rows, counts[expert] - done)))
     pairs = len(layout.order)
     tiles = (pairs + min(pairs, len(counts)) * (block_rows - 1)) // block_rows
+    groups = [rows[start : start + 8] for start in range(0, len(rows), 8)]
+    left = [groups.pop()] if groups and len(groups[-1]) < 8 else []
+    half = -(-len(groups) // 2)
+    turns = [group for pair in itertools.zip_longest(groups[:half], groups[half:], fillvalue=[]) for group in pair]
+    rows = list(itertools.chain.from_iterable(turns + left))
     return rows + [(-1, 0, 0)] * (tiles - len(rows))
 
 
@@ -132,7 +138,7 @@ def test_layout_equals_rust_around_the_change_of_path(pairs, experts, alignment)
     ("pairs", "experts", "block_rows"),
     [(0, 3, 16), (1, 1, 1), (7, 60, 16), (64, 3, 1), (513, 60, 16), (513, 257, 128), (513, 60, 1), (2048, 8, 16)],
 )
-def test_tiles_of_the_largest_expert_come_first(pairs, experts, block_rows):
+def test_order_of_tiles(pairs, experts, block_rows):
     check_tiles(random_ids(pairs, experts), experts, block_rows)
 
 

@@ -7,12 +7,12 @@ from typing import Any
 import triton
 from torch import Tensor
 
+from routed_experts.kernels import layout_kernels
 from routed_experts.kernels.choice import Sizes, num_tiles
 from routed_experts.kernels.configs import Config
 from routed_experts.weights import ExpertWeights
 
-# Row tiles that go through the column blocks together; see kernels/rows.py.
-GROUP = 8
+GROUP = layout_kernels.GROUP.value
 
 
 def tile_grid(sizes: Sizes, config: Config, columns: int) -> tuple[int, int, int]:

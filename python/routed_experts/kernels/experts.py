@@ -9,8 +9,8 @@ the difference between the two regimes:
 * by pair (few pairs): no sort. Program ``p`` of axis 0 stands for pair ``p``; the first pair of each expert leads
   and takes every row of that expert, so that weights are read once for each distinct expert. Axis 1 is the column
   block. Rows between the two products are numbered by pair.
-* by tile: a program takes one of the tiles of :func:`kernels.layout.sorted_tiles`, largest experts first, and one
-  column block. Rows between the products are the sorted ones.
+* by tile: a program takes one of the tiles of :func:`kernels.layout.sorted_tiles`, which says in what order they
+  come, and one column block. Rows between the products are the sorted ones.
 """
 
 from __future__ import annotations

@@ -32,8 +32,9 @@ _COLUMNS = 4
 class Tiles(NamedTuple):
     """Rows sorted by expert, cut into tiles of at most B = ``block_rows`` rows of one expert; all int32.
 
-    N = (S + min(S, E) * (B - 1)) // B tiles, whatever the ids. Tiles of one expert stand together, first rows
-    first; the expert with the most rows comes first, of equals the one with the smaller id.
+    N = (S + min(S, E) * (B - 1)) // B tiles, whatever the ids. Their order: the expert with the most rows first, of
+    equals the one with the smaller id, and of one expert the first rows first; then groups of eight tiles from the
+    first and from the second half take turns, and fewer than eight that are left stay behind.
 
     Attributes:
         order: (S,) sorted row -> pair; stable, sentinels last in pair order.

@@ -15,6 +15,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+# Row tiles that go through the column blocks of a product together; see kernels/rows.py.
+GROUP = tl.constexpr(8)
+
 
 @triton.jit
 def _load_ids(ids, pair, pairs, slots, stride_t, stride_k):
@@ -81,6 +84,20 @@ def _own_units(counts, own, E: tl.constexpr, EP: tl.constexpr, U: tl.constexpr, 
 
 
 @triton.jit
+def _spread(tile, used):
+    """Where a tile stands: groups of GROUP from the first and from the second half of the list take turns.
+
+    Tiles of large experts share their weights and wait for the tensor cores, those of small ones for memory; side by
+    side they wait for both at once. What is left of the last group stays behind.
+    """
+    groups = used // GROUP
+    half = (groups + 1) // 2
+    group = tile // GROUP
+    turn = tl.where(group < half, 2 * group, 2 * (group - half) + 1)
+    return tl.where(group < groups, turn * GROUP + tile % GROUP, tile)
+
+
+@triton.jit
 def _write_tiles(
     out, counts, program, pairs, E: tl.constexpr, EP: tl.constexpr, U: tl.constexpr,
     PROGRAMS: tl.constexpr, OWN: tl.constexpr, WIDTH: tl.constexpr,
@@ -96,7 +113,7 @@ def _write_tiles(
     for start in range(0, tl.max(units, 0), WIDTH):
         index = (start + lane)[None, :]
         mask = index < units[:, None]
-        place = unit[:, None] + index
+        place = _spread(unit[:, None] + index, used)
         done = index * U
         tl.store(experts + place, own[:, None] + index * 0, mask=mask)
         tl.store(firsts + place, row[:, None] + done, mask=mask)

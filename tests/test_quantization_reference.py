@@ -133,8 +133,9 @@ def test_tiny_rows_stay_finite(fmt):  # B44
     back = rx.quantization.dequantize(stored, scale, block=(1, 64) if fmt == "fp8_block" else None)
     assert back.isfinite().all()
     assert back[1].abs().max() < 1e-37
-    assert (scale.float() > 0).all()
+    assert (scale.float() >= 2.0**-126).all()  # what is smaller some devices take for 0
     q, s = quantize_activations(weight)
+    assert (s >= 2.0**-126).all()
     assert (q.float() * s).isfinite().all()
     assert quantize_activations(weight, floor=1e-4)[1][1].item() == pytest.approx(1e-4 / 448)
 

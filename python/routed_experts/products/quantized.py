@@ -3,8 +3,8 @@
 ``QUANTIZED_WAYS`` is where such a product is provided: a name for the rows of a backend, and the functions behind it.
 The two here run on every device, an expert or a chunk of pairs at a time:
 
-* ``loop`` dequantizes every expert that is hit once a call. Scratch: one matrix in float32, and one in the dtype of the
-  rows where that is another (FP4: and a 32-bit index for every byte).
+* ``loop`` dequantizes every expert that is hit once a call. Scratch: one matrix in float32, one in the dtype of the
+  rows where that is another, and a 32-bit index for every stored byte.
 * ``copies`` dequantizes a matrix for every pair, in chunks whose bytes, as :func:`matrix_bytes` counts them, stay
   under ROUTED_EXPERTS_BATCHED_BYTES.
 """
@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from routed_experts.products import copies, loop
-from routed_experts.quantization.codes import from_e2m1
 from routed_experts.quantization.stacks import Stack
 
 
@@ -36,18 +35,17 @@ class QuantizedWay(NamedTuple):
 
 
 class _OneByOne:
-    """A stack as ``loop`` reads it: a matrix at a time, in the same scratch, valid until the next one."""
+    """A stack as ``loop`` reads it: a matrix at a time, valid until the next one."""
 
     def __init__(self, stack: Stack, dtype: torch.dtype) -> None:
         self._stack = stack
         self.shape = stack.shape
-        self._float = torch.empty(stack.shape[1:], dtype=torch.float32, device=stack.weight.device)
-        self._cast = None if dtype == torch.float32 else torch.empty_like(self._float, dtype=dtype)
+        self._cast = (
+            None if dtype == torch.float32 else torch.empty(self.shape[1:], dtype=dtype, device=stack.weight.device)
+        )
 
     def __getitem__(self, expert: int) -> Tensor:
-        stored = self._stack.weight[expert]
-        self._float.copy_(from_e2m1(stored) if stored.dtype == torch.int8 else stored)
-        value = self._stack.scaled(self._float, expert)
+        value = self._stack.values(expert)
         return value if self._cast is None else self._cast.copy_(value)
 
 
@@ -66,8 +64,7 @@ class _Chosen:
 def matrix_bytes(stack: Stack, dtype: torch.dtype) -> int:
     """Return the bytes that are held at once for a copied matrix: stored, indexed, in float32, and cast."""
     _, rows, columns = stack.shape
-    packed = stack.weight.dtype == torch.int8
-    stored = stack.weight.shape[1] * stack.weight.shape[2] * (5 if packed else 1)
+    stored = stack.weight.shape[1] * stack.weight.shape[2] * 5
     return stored + rows * columns * (4 + (0 if dtype == torch.float32 else dtype.itemsize))
 
 

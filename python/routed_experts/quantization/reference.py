@@ -6,7 +6,15 @@ import torch
 from torch import Tensor
 
 from routed_experts.errors import DtypeError, LayoutError
-from routed_experts.quantization.codes import from_e2m1, round_scale_up, scale_values, to_e2m1, to_e4m3, to_ue8m0
+from routed_experts.quantization.codes import (
+    from_e2m1,
+    from_e4m3,
+    round_scale_up,
+    scale_values,
+    to_e2m1,
+    to_e4m3,
+    to_ue8m0,
+)
 from routed_experts.quantization.formats import E2M1_MAX, E4M3, E4M3_MAX, MX_GROUP, Quantization, refuse_format
 
 # The smallest scale: what is below float32's normal numbers some devices take for 0.
@@ -95,7 +103,7 @@ def dequantize(
             needed="float32, float8_e8m0fnu or uint8",
             hint="scale.float() keeps its value",
         )
-    value = from_e2m1(weight.view(torch.uint8)) if packed else weight.to(torch.float32)
+    value = from_e2m1(weight.view(torch.uint8)) if packed else from_e4m3(weight)
     rows, columns = value.shape[-2:]
     scale = scale_values(scale_inv)
     if packed:

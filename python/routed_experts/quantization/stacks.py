@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from routed_experts.quantization.codes import from_e2m1, scale_values
+from routed_experts.quantization.codes import from_e2m1, from_e4m3, scale_values
 from routed_experts.quantization.reference import multiply_blocks
 
 if TYPE_CHECKING:
@@ -33,8 +33,7 @@ class Stack(NamedTuple):
         """Return the matrices of one expert or of a list of them, float32, newly made."""
         # Indexing by a tensor copies bytes, since not every device and version indexes E4M3.
         chosen = self.weight.view(torch.uint8)[expert].view(self.weight.dtype)
-        value = from_e2m1(chosen) if self.weight.dtype == torch.int8 else chosen.to(torch.float32)
-        return self.scaled(value, expert)
+        return self.scaled(unpack(chosen), expert)
 
     def scaled(self, value: Tensor, expert: int | Tensor) -> Tensor:
         """Multiply values of these experts, (..., A, B), by their scales, in place."""
@@ -53,6 +52,11 @@ class Stack(NamedTuple):
     def _is_turned(self, scale: Tensor) -> bool:
         _, rows, columns = self.shape
         return tuple(scale.shape[-2:]) != (-(-rows // self.block[0]), -(-columns // self.block[1]))
+
+
+def unpack(stored: Tensor) -> Tensor:
+    """Return stored values as float32, newly made, not yet scaled."""
+    return from_e2m1(stored) if stored.dtype == torch.int8 else from_e4m3(stored)
 
 
 def stack_of(experts: ExpertWeights, is_up: bool) -> Stack:

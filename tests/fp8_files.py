@@ -82,7 +82,9 @@ def matrices(
     return tensors
 
 
-def stacked(tensors: dict[str, torch.Tensor], layer: int = 1, suffix: str = "weight_scale_inv") -> dict[str, torch.Tensor]:
+def stacked(
+    tensors: dict[str, torch.Tensor], layer: int = 1, suffix: str = "weight_scale_inv"
+) -> dict[str, torch.Tensor]:
     """What ``matrices`` are in memory: stacks under the names of ExpertWeights, without a prefix."""
 
     def stack(role: str, kind: str) -> torch.Tensor:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from routed_experts.known_gates import branches, formula_of
+from routed_experts.module_quantization import gives_no_gradients, without_gradients
 from routed_experts.weights import SCALE_NAMES, TENSOR_NAMES, ExpertWeights, from_state
 
 _FLAGS = (
@@ -53,6 +54,7 @@ class Shortcut:
         "_class_flags",
         "_flags",
         "_gate",
+        "_gives_no_gradients",
         "_has_own_gate",
         "_layout",
         "_names",
@@ -65,6 +67,7 @@ class Shortcut:
         numbers = _numbers(cls)
         parameters, flags = own["_parameters"], [name for name in (*_FLAGS, *numbers) if name in own]
         self._layout = layout
+        self._gives_no_gradients = layout.quantization is not None and gives_no_gradients(cls)
         self._class = weakref.ref(cls)
         self._bases = [(weakref.ref(base), len(vars(base))) for base in cls.__mro__ if base not in (nn.Module, object)]
         self._class_flags = [(name, getattr(cls, name)) for name in _FLAGS if hasattr(cls, name)]
@@ -110,7 +113,7 @@ class Shortcut:
         if not self._is_same_class(type(module)):
             return None
         state = self._layout.__dict__.copy()
-        state["_tensors"] = tensors
+        state["_tensors"] = without_gradients(type(module), tensors) if self._gives_no_gradients else tensors
         if self._act is None:
             if self._has_own_gate:
                 state["gate"] = module._apply_gate
@@ -158,7 +161,9 @@ def shortcut_to(module: nn.Module, layout: ExpertWeights, bound: ExpertWeights) 
     numbers = _numbers(cls)
     if not all(_is_plain(module, name, *where) for name, where in {**_PLAIN, **numbers}.items()):
         return None
-    if (numbers or formula_of(cls) is not None) and bound.own_gate:  # kept for its numbers or its activation, which may change
+    if (
+        numbers or formula_of(cls) is not None
+    ) and bound.own_gate:  # kept for its numbers or its activation, which may change
         return None
     try:
         return Shortcut(module, layout, bound)

@@ -11,6 +11,7 @@ from routed_experts.checkpoint.families import DEFAULT, FAMILIES, GATE_KEYS, REF
 from routed_experts.checkpoint.files import CONFIG, few
 from routed_experts.checkpoint.scheme import KEY, Scheme, differences, parse_scheme
 from routed_experts.errors import CheckpointError
+from routed_experts.quantization import FORMATS
 
 BLOCK = "routed_experts"
 _BLOCK_TYPES = {"activation": str, "tensors": tuple, "is_transposed": bool, "is_concatenated": bool}
@@ -179,16 +180,14 @@ def _scheme(value: Any, source: Path) -> Scheme | None:
     if value is None:
         return None
     try:
-        scheme = Scheme(**{key: tuple(item) if isinstance(item, list) else item for key, item in value.items()})
-        return replace(scheme, **_checked(scheme))
+        given: dict[str, Any] = {key: tuple(item) if isinstance(item, list) else item for key, item in value.items()}
+        # What is checked is the config that it stands for.
+        parsed = parse_scheme([{KEY: Scheme(**given).to_config()}])
     except (TypeError, AttributeError) as error:
         raise _bad_block(source, f"scheme={value!r}") from error
-
-
-def _checked(scheme: Scheme) -> dict[str, Any]:
-    """The fields of a scheme as the config that it stands for would have them."""
-    parsed = parse_scheme([{KEY: scheme.to_config()}])
-    return {} if parsed is None else {"block": parsed.block, "activation_scheme": parsed.activation_scheme}
+    if parsed is None or given.get("fmt") not in (*FORMATS, None):
+        raise _bad_block(source, f"scheme={value!r}")
+    return replace(parsed, fmt=given.get("fmt"), scale_fmt=given.get("scale_fmt"))
 
 
 def _bad_block(source: Path, found: str) -> CheckpointError:

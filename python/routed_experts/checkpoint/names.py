@@ -86,7 +86,7 @@ class Stack:
             roles[known] = name
             self.interleaved |= leaf == _INTERLEAVED_LEAF
         elif not _OF_THE_ROUTER.search(leaf):
-            self.unknown.append(name)
+            self.unknown += [roles[known], name] if known else [name]  # two for one role: either may be the wrong one
 
 
 def find_stack(names: Iterable[str], layer: int) -> Stack:

@@ -156,7 +156,9 @@ def _check_complete(stack: Stack, wanted: set[str], count: int) -> None:
         extra += [f"expert {expert} has {present[role]}" for role in sorted(present.keys() - wanted)]
     if missing or extra:
         raise CheckpointError(
-            f"the experts under {stack.prefix} are not complete" if missing else f"more under {stack.prefix} than declared",
+            f"the experts under {stack.prefix} are not complete"
+            if missing
+            else f"more under {stack.prefix} than declared",
             found=few(missing or extra),
             needed=f"{few(sorted(wanted))} of each of {count} experts, and nothing else",
             hint=_INCOMPLETE if missing else _hint_for(extra),
@@ -165,7 +167,9 @@ def _check_complete(stack: Stack, wanted: set[str], count: int) -> None:
 
 def _missing(stack: Stack, expert: int, role: str) -> str:
     """What an expert lacks; for a scale, the tensor's name as it would be beside those of other experts."""
-    base, kind = next(((role.removesuffix(end), end) for end in (SCALE, ACTIVATION_SCALE) if role.endswith(end)), ("", ""))
+    base, kind = next(
+        ((role.removesuffix(end), end) for end in (SCALE, ACTIVATION_SCALE) if role.endswith(end)), ("", "")
+    )
     if not kind:
         return f"expert {expert} has no {role}"
     models = (roles[role] for roles in stack.matrices.values() if role in roles)

@@ -95,14 +95,16 @@ def _dtype_in_memory(stored: torch.dtype, name: str, scheme: Scheme) -> torch.dt
 def plan_activation_scale(stored: Parameter, name: str, count: int) -> Parameter:
     """Scales of the input of one projection, (E,) float32; CheckpointError if they are not one for each expert."""
     if stored.shape not in ((count,), (count, 1), (count, 1, 1)):
-        _refuse(f"{name} has the wrong grid", str(list(stored.shape)), f"one for each of {count} experts", _NOT_TOGETHER)
+        _refuse(
+            f"{name} has the wrong grid", str(list(stored.shape)), f"one for each of {count} experts", _NOT_TOGETHER
+        )
     if stored.dtype not in (torch.float32, torch.bfloat16):
         _refuse(f"{name} has the wrong dtype", str(stored.dtype), "float32", _NOT_TOGETHER)
     return replace(stored, shape=(count,), dtype=torch.float32)
 
 
 def read_scale(parameter: Parameter, files: TensorFiles, count: int, local: range) -> torch.Tensor:
-    """The scales of the local experts, on the CPU. CheckpointError names tensors and experts of values that are none."""
+    """The scales of the local experts, on the CPU; CheckpointError names tensor and experts of values that are none."""
     shape = (len(local), *parameter.shape[1:])
     if parameter.stacked is not None:
         stored = files.read(parameter.stacked, *(() if len(local) == count else (local.start, local.stop)))

@@ -115,7 +115,9 @@ def _from_values(values: dict[str, Any]) -> Scheme:
     chosen = {
         key: _choice(key, values[key], choices) for key, choices in _CHOICES.items() if values.get(key) is not None
     }
-    if not isinstance(values.get("dequantize", False), bool):  # an option of loading; the caller's is the one that counts
+    if not isinstance(
+        values.get("dequantize", False), bool
+    ):  # an option of loading; the caller's is the one that counts
         raise _bad("dequantize", values["dequantize"], "true or false")
     block = _block(values.get("weight_block_size", _DEFAULT_BLOCK))
     if chosen.get("expert_dtype") == "fp4":

@@ -12,6 +12,7 @@ from checkpoint_files import Spy
 from fp8_files import BLOCK, UE8M0, E, H, I, config, folder, matrices, prefix, stacked, values
 
 from routed_experts.checkpoint import read_experts
+from routed_experts.errors import CheckpointError
 from routed_experts.quantization import Quantization
 
 SCALES = ("gate_up_proj_scale_inv", "down_proj_scale_inv")
@@ -171,6 +172,16 @@ def test_layers_that_were_not_converted_are_plain(key: str, pattern: str, tmp_pa
     assert read["gate_up_proj"].dtype == torch.bfloat16
     if pattern != "mlp.experts":
         assert read_experts(path, 0)["quantization"] == Quantization("fp8_block", BLOCK)
+
+
+def test_layers_of_which_every_matrix_was_skipped_are_plain(tmp_path: Path) -> None:
+    plain = {name: t.bfloat16() for name, t in matrices().items() if "scale" not in name}
+    each = [name.removesuffix(".weight") for name in plain]
+    path = folder(tmp_path / "all", plain, config(modules_to_not_convert=each))
+    assert read_experts(path, 1)["down_proj"].dtype == torch.bfloat16
+    path = folder(tmp_path / "some", plain, config(modules_to_not_convert=each[:-1]))
+    with pytest.raises(CheckpointError, match=r"wrong dtype|not complete"):
+        read_experts(path, 1)
 
 
 @pytest.mark.parametrize("stacks", [False, True])

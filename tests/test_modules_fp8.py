@@ -270,3 +270,15 @@ def test_the_short_way_is_taken(kind, long_ways):  # noqa: F811
     for _ in range(4):
         run(module)
     assert len(long_ways) == 1
+
+
+@pytest.mark.parametrize("kind", ["blocks", "tensor", "fp4"])
+@pytest.mark.parametrize("backend", ["batched_mm", "grouped_mm", "auto"])
+def test_it_compiles_whole(kind, backend):
+    torch._dynamo.reset()
+    module = build(kind)
+    x, index, scores = CALL
+    compiled = torch.compile(
+        lambda x: rx.run_experts(x, index, scores, module, backend=backend), fullgraph=True, backend="eager"
+    )
+    assert torch.allclose(compiled(x), run(weights(kind)), rtol=1e-4, atol=1e-5)

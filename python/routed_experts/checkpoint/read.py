@@ -77,9 +77,12 @@ def read_experts(
 
 
 def _scheme(stack: Stack, declared: Declaration) -> Scheme | None:
-    """The declared scheme, unless it skips this layer's experts."""
+    """The declared scheme, unless it skips this layer's experts: as a whole, or each matrix of each."""
     scheme = declared.scheme
-    return None if scheme is None or scheme.skips(stack.prefix.removesuffix(".")) else scheme
+    if scheme is None or scheme.skips(stack.prefix.removesuffix(".")):
+        return None
+    matrices = [name.rpartition(".")[0] for roles in stack.matrices.values() for name in roles.values()]
+    return None if matrices and all(map(scheme.skips, matrices)) else scheme
 
 
 def _local_experts(count: int, rank: int | None, world: int | None, declared: Declaration) -> range:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from checkpoint_files import Spy
 from fp8_files import UE8M0, E, H, I, change, config, folder, matrices, prefix, stacked
+from safetensors.torch import load_file
 
 import routed_experts as rx
 from routed_experts.checkpoint import quantized, read, read_experts
@@ -318,3 +319,16 @@ def test_our_block_and_the_config_disagree(tmp_path: Path) -> None:
         file.write_text(json.dumps(settings | other))
         with pytest.raises(CheckpointError, match="declare different quantizations"):
             read_experts(tmp_path)
+
+
+@pytest.mark.parametrize("scheme", [{"fmt": "fp9"}, {"block": [0, 16]}, {"more": 1}, "fp8", {"expert_dtype": "int8"}])
+def test_a_scheme_of_ours_that_is_none(scheme: Any, tmp_path: Path) -> None:
+    experts = rx.ExpertWeights(gate_up_proj=torch.randn(E, 2 * I, H), down_proj=torch.randn(E, H, I))
+    rx.quantize_experts(experts, "fp8_block", block=fp8.BLOCK).save_checkpoint(tmp_path / "made")
+    settings = json.loads((tmp_path / "made" / "config.json").read_text())
+    block = settings["routed_experts"]
+    block["scheme"] = block["scheme"] | scheme if isinstance(scheme, dict) else scheme
+    tensors = load_file(tmp_path / "made" / "model.safetensors")
+    with pytest.raises(CheckpointError) as caught:
+        read_experts(folder(tmp_path / "changed", tensors, settings))
+    assert caught.value.hint

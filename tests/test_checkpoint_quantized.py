@@ -174,6 +174,13 @@ def test_layers_that_were_not_converted_are_plain(key: str, pattern: str, tmp_pa
         assert read_experts(path, 0)["quantization"] == Quantization("fp8_block", BLOCK)
 
 
+@pytest.mark.parametrize("pattern", ["model.layers.1", "model.layers.1.mlp", "layers.10.mlp.experts.1", "mlp"])
+def test_names_end_where_a_module_ends(pattern: str, tmp_path: Path) -> None:
+    """Layer 1 is not layer 10."""
+    path = folder(tmp_path, matrices((10,)), config(modules_to_not_convert=[pattern]))
+    assert read_experts(path, 10)["quantization"] == Quantization("fp8_block", BLOCK)
+
+
 def test_layers_of_which_every_matrix_was_skipped_are_plain(tmp_path: Path) -> None:
     plain = {name: t.bfloat16() for name, t in matrices().items() if "scale" not in name}
     each = [name.removesuffix(".weight") for name in plain]

@@ -19,7 +19,7 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"block_size": (16, 16), "scale_fmt": "ue8m0"},
         {"fmt": "fp8_block", "block": (16, 16), "scale_dtype": torch.float8_e8m0fnu},
     ),
-    "mx": ({"block_size": (1, 32), "scale_fmt": "ue8m0"}, {"fmt": "mxfp8"}),
+    "mx": ({"block_size": [1, 32], "scale_fmt": "ue8m0"}, {"fmt": "mxfp8"}),
     "tensor": ({"block_size": None}, {"fmt": "fp8_tensor"}),
     "fp4": ({"block_size": (128, 128), "expert_dtype": "fp4", "scale_fmt": "ue8m0"}, {"fmt": "mxfp4"}),
     "fp4, float scales": (

@@ -281,6 +281,13 @@ def test_blocks_are_those_of_the_config_and_end_short_in_each_half(tmp_path: Pat
         assert torch.equal(read["gate_up_proj"][5, 48 * half : 48 * half + 48], exact)
 
 
+def test_weights_and_scales_go_to_the_device(tmp_path: Path) -> None:
+    read = read_experts(folder(tmp_path, matrices(static=True), config(activation_scheme="static")), 1, device="meta")
+    tensors = {role: tensor for role, tensor in read.items() if isinstance(tensor, torch.Tensor)}
+    assert len(tensors) == 6
+    assert {tensor.device.type for tensor in tensors.values()} == {"meta"}
+
+
 def test_memory_of_dequantizing_is_bounded(tmp_path: Path) -> None:
     """Beside the result there is never more than one expert in float32."""
     path = folder(tmp_path, matrices(), config())

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from routed_experts.errors import LayoutError, UnsupportedScheme
 from routed_experts.quantization.checks import as_stored, check_scale_values
-from routed_experts.quantization.formats import MX_GROUP, Quantization, ue8m0
+from routed_experts.quantization.formats import MX_GROUP, Quantization
 from routed_experts.weights import SCALE_NAMES, TENSOR_NAMES
 
 _FP4 = (torch.int8, torch.uint8, getattr(torch, "float4_e2m1fn_x2", torch.int8))
@@ -43,7 +43,7 @@ def quantization_of(module: nn.Module, tensors: Mapping[str, Tensor | None]) -> 
             hint="load the checkpoint again; every projection has scales or none has",
         )
     scheme = getattr(module, "activation_scheme", None) or "dynamic"
-    dtype = ue8m0() if scale.dtype == torch.uint8 else scale.dtype
+    dtype = scale.dtype  # uint8 stands for E8M0 there, too
     if weight.dtype in _FP4:
         return Quantization("mxfp4", None, scheme, dtype)
     if weight.dtype != torch.float8_e4m3fn:

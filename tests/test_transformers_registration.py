@@ -7,12 +7,11 @@ import sys
 import threading
 
 import pytest
-from modules_oracle import routing
 from test_models_transformers import TOKENS, logits
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.generation import GenerationMixin
 from transformers.integrations import finegrained_fp8, moe
-from transformers_models import build_composite, build_text, prefixed, text_config
+from transformers_models import build_composite, build_text, prefixed
 
 import routed_experts as rx
 from routed_experts.config_names import STATE
@@ -197,20 +196,6 @@ def test_get_method_where_there_is_none(monkeypatch):
     rx.unregister_from_transformers()
     assert not hasattr(model, "get_experts_implementation")
     monkeypatch.undo()
-
-
-def test_quantized_experts_are_refused_by_name():
-    config = text_config(experts_implementation="routed_experts_grouped_mm")
-    # In place of replacing a whole model's modules, which wraps the class itself.
-    own_class = type("Quantized", (finegrained_fp8.FP8Experts,), {})
-    decorate = moe.use_experts_implementation(experts_interface=finegrained_fp8.ALL_FP8_EXPERTS_FUNCTIONS)
-    experts = decorate(own_class)(config, block_size=(16, 16))
-    with pytest.raises(rx.UnsupportedScheme, match="down_proj_scale_inv"):
-        experts(*routing(3, 2, 6, 32))
-    with pytest.raises(rx.UnsupportedScheme):
-        rx.set_experts_implementation(experts, "eager")
-    rx.set_experts_implementation(experts, "transformers:deepgemm")
-    assert config._experts_implementation == "deepgemm"
 
 
 def test_replacing_puts_ours_behind_their_names(asked):

@@ -11,14 +11,20 @@ def is_number(value: Any) -> bool:
 
 
 class Attributes:
-    """Stands for a module: every attribute is a symbol, and ``read`` has the names of those that were asked for."""
+    """Stands for a module: every attribute is a symbol, and ``read`` has the names of those that were asked for.
 
-    def __init__(self) -> None:
+    Those in ``absent`` are None.
+    """
+
+    def __init__(self, absent: tuple[str, ...] = ()) -> None:
         self.read: dict[str, None] = {}
+        self.absent = absent
 
-    def __getattr__(self, name: str) -> Symbol:
+    def __getattr__(self, name: str) -> Symbol | None:
         if name.startswith("__"):
             raise AttributeError(name)
+        if name in self.absent:
+            return None
         self.read[name] = None
         return attribute(name)
 

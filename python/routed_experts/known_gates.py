@@ -27,6 +27,8 @@ from routed_experts.gates import activation_name, apply_gate
 METHOD = "_apply_gate"
 ACT = "act_fn"
 _HOME = re.compile(r"transformers\.models\.(\w+)\.modeling_\1")
+# One class for the experts of all quantized models, whose gate has a branch for each attribute that is None.
+_QUANTIZED_HOME = "transformers.integrations.finegrained_fp8"
 
 
 class Formula(NamedTuple):
@@ -51,7 +53,8 @@ class KnownGate(NamedTuple):
     is_concatenated: bool
 
 
-_formulas: weakref.WeakKeyDictionary[FunctionType, Formula | None] = weakref.WeakKeyDictionary()
+_Formulas = dict[tuple[str, ...], Formula | None]  # by the attributes that are None
+_formulas: weakref.WeakKeyDictionary[FunctionType, _Formulas] = weakref.WeakKeyDictionary()
 
 
 def known_gate(module: nn.Module) -> KnownGate | None:
@@ -62,7 +65,7 @@ def known_gate(module: nn.Module) -> KnownGate | None:
     # torch.compile watches the first for a gate that the instance gets later, and not the second.
     if not hasattr(module, METHOD) or METHOD in module.__dict__:
         return None
-    formula = formula_of(type(module))
+    formula = formula_of(type(module), tuple([name for name in branches(type(module)) if _is_none(module, name)]))
     if formula is None:
         return None
     limit = None if formula.limit is None else getattr(module, formula.limit, None)
@@ -80,16 +83,32 @@ def known_gate(module: nn.Module) -> KnownGate | None:
     )
 
 
+def _is_none(module: nn.Module, name: str) -> bool:
+    return getattr(module, name, None) is None
+
+
 @torch.compiler.assume_constant_result
-def formula_of(cls: type) -> Formula | None:
-    """Return what the method ``_apply_gate`` of a class computes, if it is a family's own and a gate that we have."""
+def branches(cls: type) -> tuple[str, ...]:
+    """Names of the attributes that decide, by being None, what the method ``_apply_gate`` of a class computes."""
+    method = _method(cls)
+    if method is None or method.__module__ != _QUANTIZED_HOME:
+        return ()
+    return tuple([name for name in method.__code__.co_names if not hasattr(torch, name)])
+
+
+@torch.compiler.assume_constant_result
+def formula_of(cls: type, absent: tuple[str, ...] = ()) -> Formula | None:
+    """Return what the method ``_apply_gate`` of a class computes, if it is a family's own and a gate that we have.
+
+    ``absent`` are those of its ``branches`` that are None.
+    """
     method = _method(cls)
     if method is None:
         return None
-    try:
-        return _formulas[method]
-    except KeyError:
-        return _formulas.setdefault(method, _formula(method))
+    formulas = _formulas.setdefault(method, {})
+    if absent not in formulas:
+        formulas[absent] = _formula(method, absent)
+    return formulas[absent]
 
 
 def _method(cls: type) -> FunctionType | None:
@@ -97,10 +116,10 @@ def _method(cls: type) -> FunctionType | None:
     owner = next((base for base in cls.__mro__ if METHOD in base.__dict__), None)
     if owner is None:
         return None
-    method = owner.__dict__[METHOD]
-    if type(method) is not FunctionType or not _HOME.fullmatch(owner.__module__):
+    method, home_name = owner.__dict__[METHOD], owner.__module__
+    if type(method) is not FunctionType or not (_HOME.fullmatch(home_name) or home_name == _QUANTIZED_HOME):
         return None
-    home = getattr(sys.modules.get(owner.__module__), "__dict__", {})
+    home = getattr(sys.modules.get(home_name), "__dict__", {})
     as_written = (
         method.__globals__ is home
         and method.__qualname__ == f"{owner.__qualname__}.{METHOD}"
@@ -110,10 +129,10 @@ def _method(cls: type) -> FunctionType | None:
     return method if as_written else None
 
 
-def _formula(method: FunctionType) -> Formula | None:
+def _formula(method: FunctionType, absent: tuple[str, ...]) -> Formula | None:
     if not _shows_all_in_one_run(method):
         return None
-    module = Attributes()
+    module = Attributes(absent)
     try:
         theirs = method(module, Symbol("input")).tree
     except Exception:  # whatever it does, it is not one of ours
@@ -126,11 +145,13 @@ def _formula(method: FunctionType) -> Formula | None:
 
 
 def _shows_all_in_one_run(method: FunctionType) -> bool:
-    """Whether it has no branch and runs no code but torch's, which could have one."""
+    """Whether it has no branch but the known ones and runs no code but torch's, which could have some."""
     code = method.__code__
+    steps = list(dis.get_instructions(code))
     names = [method.__globals__[name] for name in code.co_names if name in method.__globals__]
     return (
-        not any(step.is_jump_target or step.opname == "IMPORT_NAME" for step in dis.get_instructions(code))
+        not any(step.opname == "IMPORT_NAME" for step in steps)
+        and (method.__module__ == _QUANTIZED_HOME or not any(step.is_jump_target for step in steps))
         and not any(isinstance(constant, CodeType) for constant in code.co_consts)
         and all(isinstance(value, ModuleType) and value.__name__.partition(".")[0] == "torch" for value in names)
     )

@@ -13,12 +13,17 @@ from operator import itemgetter
 from types import FunctionType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from routed_experts.known_gates import formula_of
+from routed_experts.known_gates import branches, formula_of
+from routed_experts.module_quantization import gives_no_gradients, without_gradients
 from routed_experts.weights import SCALE_NAMES, TENSOR_NAMES, ExpertWeights, from_state
 
-_FLAGS = ("num_experts", "has_gate", "is_transposed", "is_concatenated", "has_post_expert_norm")
+_FLAGS = (
+    *("num_experts", "has_gate", "is_transposed", "is_concatenated", "has_post_expert_norm"),
+    *("block_size", "activation_scheme"),
+)
 _GROUPS = ("_parameters", "_buffers", "_modules")
 _NO_TENSORS: dict[str, Tensor | None] = dict.fromkeys(TENSOR_NAMES)
 
@@ -27,11 +32,13 @@ _NO_TENSORS: dict[str, Tensor | None] = dict.fromkeys(TENSOR_NAMES)
 _PLAIN: dict[str, tuple[tuple[str, ...], tuple[type, ...] | None]] = {
     **dict.fromkeys(TENSOR_NAMES, (("_parameters",), (nn.Parameter, Tensor, type(None)))),
     **dict.fromkeys(_FLAGS, (("", "class"), (bool, int, type(None)))),
-    **dict.fromkeys(SCALE_NAMES, ((), ())),
+    "block_size": (("", "class"), (tuple, list, type(None))),
+    "activation_scheme": (("", "class"), (str,)),
     "act_fn": (("", "_modules"), None),
     "_apply_gate": (("class",), (FunctionType,)),
 }
 _NUMBER = (("",), (float, int))  # what a known gate is made of
+_BRANCH = (("",), (float, int, type(None)))  # what decides which gate it is
 
 
 class Shortcut:
@@ -47,6 +54,7 @@ class Shortcut:
         "_class_flags",
         "_flags",
         "_gate",
+        "_gives_no_gradients",
         "_has_own_gate",
         "_layout",
         "_names",
@@ -56,16 +64,17 @@ class Shortcut:
 
     def __init__(self, module: nn.Module, layout: ExpertWeights, bound: ExpertWeights) -> None:
         own, cls = module.__dict__, type(module)
-        formula = formula_of(cls)
-        numbers = [] if formula is None else formula.numbers()
+        numbers = _numbers(cls)
         parameters, flags = own["_parameters"], [name for name in (*_FLAGS, *numbers) if name in own]
         self._layout = layout
+        self._gives_no_gradients = layout.quantization is not None and gives_no_gradients(cls)
         self._class = weakref.ref(cls)
         self._bases = [(weakref.ref(base), len(vars(base))) for base in cls.__mro__ if base not in (nn.Module, object)]
         self._class_flags = [(name, getattr(cls, name)) for name in _FLAGS if hasattr(cls, name)]
         self._names = [*own, *(name for group in _GROUPS for name in own[group])]
         self._read = itemgetter(*_GROUPS, *flags)
-        self._flags = tuple([own[name] for name in flags])
+        # A list of block sizes may change in place.
+        self._flags = tuple([value[:] if type(value := own[name]) is list else value for name in flags])
         self._tensors = [(name, _look(parameters[name])) for name in TENSOR_NAMES if name in parameters]
         gate = getattr(cls, "_apply_gate", None)
         self._gate = None if gate is None else weakref.ref(gate)
@@ -104,7 +113,7 @@ class Shortcut:
         if not self._is_same_class(type(module)):
             return None
         state = self._layout.__dict__.copy()
-        state["_tensors"] = tensors
+        state["_tensors"] = without_gradients(type(module), tensors) if self._gives_no_gradients else tensors
         if self._act is None:
             if self._has_own_gate:
                 state["gate"] = module._apply_gate
@@ -147,16 +156,26 @@ def shortcut_to(module: nn.Module, layout: ExpertWeights, bound: ExpertWeights) 
         return None
     if cls.__getattribute__ is not nn.Module.__getattribute__ or cls.__getattr__ is not nn.Module.__getattr__:
         return None
-    formula = formula_of(cls)
-    numbers = {} if formula is None else dict.fromkeys(formula.numbers(), _NUMBER)
+    if any(t is not None and t.dtype is torch.uint8 for t in (getattr(module, name, None) for name in SCALE_NAMES)):
+        return None  # they are bound by another view
+    numbers = _numbers(cls)
     if not all(_is_plain(module, name, *where) for name, where in {**_PLAIN, **numbers}.items()):
         return None
-    if formula is not None and bound.own_gate:  # kept for its numbers or its activation, which may change
+    if (
+        numbers or formula_of(cls) is not None
+    ) and bound.own_gate:  # kept for its numbers or its activation, which may change
         return None
     try:
         return Shortcut(module, layout, bound)
     except TypeError:  # an activation that cannot be held weakly
         return None
+
+
+def _numbers(cls: type) -> dict[str, tuple[tuple[str, ...], tuple[type, ...]]]:
+    """Attributes that a gate known by its class depends on, and what they may be."""
+    decisive = [name for name in branches(cls) if name not in ("act_fn", "to", "torch")]
+    formula = None if decisive else formula_of(cls)
+    return dict.fromkeys(decisive, _BRANCH) if formula is None else dict.fromkeys(formula.numbers(), _NUMBER)
 
 
 def _is_plain(module: nn.Module, name: str, places: tuple[str, ...], types: tuple[type, ...] | None) -> bool:

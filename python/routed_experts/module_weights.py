@@ -2,7 +2,7 @@
 
 A module follows the protocol when it has ``num_experts``, ``down_proj``, and ``gate_up_proj`` or ``up_proj``.
 Flags are read with the defaults of the field (gated, concatenated, not transposed); the activation comes from
-the module and never from a config, since models override it.
+the module and never from a config, since models override it. Quantized experts have scales beside their projections.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from routed_experts.errors import LayoutError, UnsupportedScheme
+from routed_experts.errors import LayoutError
 from routed_experts.gates import ACTIVATIONS, activation_name
 from routed_experts.known_gates import known_gate
+from routed_experts.module_quantization import check_values, quantization_of, tensors_of
 from routed_experts.module_shortcut import Shortcut, shortcut_to
-from routed_experts.weights import SCALE_NAMES, TENSOR_NAMES, ExpertWeights
+from routed_experts.weights import ExpertWeights
 
 
 class _Known(NamedTuple):
@@ -47,10 +48,10 @@ def resolve(experts: ExpertWeights | nn.Module) -> ExpertWeights:
 
     Raises:
         LayoutError: no experts module, or parameters that do not fit the flags that it declares.
-        UnsupportedScheme: quantized parameters.
+        UnsupportedScheme: parameters quantized in a way that is not run here.
     """
     if torch.compiler.is_compiling() and isinstance(experts, nn.Module):
-        return _read(experts, _tensors(experts))
+        return _read(experts, tensors_of(experts))
     return bind(experts)
 
 
@@ -75,11 +76,10 @@ def bind(experts: ExpertWeights | nn.Module) -> ExpertWeights:
 
 def _bind_anew(module: nn.Module, known: _Known | None) -> ExpertWeights:
     """Read a module attribute by attribute; check it, unless what is ``known`` of it still holds."""
-    tensors = _tensors(module)
+    tensors = tensors_of(module)
     if known is None:
         known = _remember(module, tensors)
     else:
-        _refuse_quantized(module)
         fits = known.signature == _signature(module, tensors, _functions(module, tensors))
         if not fits or known.shortcut is not None:  # which did not find its way
             known = _remember(module, tensors, known.layout if fits else None)
@@ -88,6 +88,7 @@ def _bind_anew(module: nn.Module, known: _Known | None) -> ExpertWeights:
 
 def _remember(module: nn.Module, tensors: dict[str, Any], layout: ExpertWeights | None = None) -> _Known:
     weights = _read(module, tensors)
+    check_values(tensors)
     functions = _functions(module, tensors)
     if layout is None:
         layout = weights.with_tensors({}, **dict.fromkeys(functions.keys() - _plain(functions)))
@@ -99,13 +100,9 @@ def _remember(module: nn.Module, tensors: dict[str, Any], layout: ExpertWeights 
 def _plain(functions: dict[str, Any]) -> set[str]:
     """Those of ``functions`` that are plain data or ours, not the module's."""
     ours = {"activation_name", "act_fn"} if functions["activation_name"] is not None else set()
-    return {"swiglu_limit", "swiglu_alpha", "is_concatenated", *ours} | (
+    return {"swiglu_limit", "swiglu_alpha", "is_concatenated", "quantization", *ours} | (
         {"activation"} if isinstance(functions["activation"], str) else set()
     )
-
-
-def _tensors(module: nn.Module) -> dict[str, Any]:
-    return {name: getattr(module, name, None) for name in TENSOR_NAMES}
 
 
 def _functions(module: nn.Module, tensors: dict[str, Any]) -> dict[str, Any]:
@@ -127,6 +124,7 @@ def _functions(module: nn.Module, tensors: dict[str, Any]) -> dict[str, Any]:
         # A gate splits as it does, whatever the module declares.
         "is_concatenated": bool(getattr(module, "is_concatenated", True)) if known is None else known.is_concatenated,
         "post_expert_norm": _norm(module),
+        "quantization": quantization_of(module, tensors),
     }
 
 
@@ -141,12 +139,11 @@ def _signature(module: nn.Module, tensors: dict[str, Any], functions: dict[str, 
     )
     kinds = (functions["activation_name"], functions["gate"] is None, functions["post_expert_norm"] is None)
     numbers = (functions["swiglu_limit"], functions["swiglu_alpha"], functions["is_concatenated"])
-    return weakref.ref(type(module)), shapes, flags, kinds, numbers
+    return weakref.ref(type(module)), shapes, flags, kinds, numbers, functions["quantization"]
 
 
 def _read(module: nn.Module, tensors: dict[str, Any]) -> ExpertWeights:
     """Check a module's declared layout; ``tensors`` are its parameters as they are now."""
-    _refuse_quantized(module)
     if not follows_protocol(module):
         raise _not_experts(module)
     functions = _functions(module, tensors)
@@ -161,6 +158,7 @@ def _read(module: nn.Module, tensors: dict[str, Any]) -> ExpertWeights:
         is_transposed=bool(getattr(module, "is_transposed", False)),
         is_concatenated=functions["is_concatenated"],
         post_expert_norm=functions["post_expert_norm"],
+        quantization=functions["quantization"],
         num_experts=int(module.num_experts),  # type: ignore[arg-type]
     )
     return weights
@@ -200,17 +198,6 @@ def _norm(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
             hint="set post_expert_norm, or has_post_expert_norm=False",
         )
     return norm
-
-
-def _refuse_quantized(module: nn.Module) -> None:
-    found = [name for name in SCALE_NAMES if getattr(module, name, None) is not None]
-    if found:
-        raise UnsupportedScheme(
-            f"{type(module).__name__} is quantized, which this version does not run",
-            found=", ".join(found),
-            needed="floating-point weights without scales",
-            hint="load the model with dequantization to bfloat16",
-        )
 
 
 def _not_experts(module: nn.Module) -> LayoutError:

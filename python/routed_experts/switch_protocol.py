@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from routed_experts.errors import UnsupportedExperts
-from routed_experts.weights import ExpertWeights
+from routed_experts.module_weights import resolve
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Switch(Protocol):
 def check_weights(experts: ExpertsModule) -> None:
     """Refuse weights of a layout that our backends do not know."""
     try:
-        ExpertWeights.from_module(experts.module)
+        resolve(experts.module)
     except ValueError as error:
         raise UnsupportedExperts(
             f"the weights of {experts.path or 'the module'} do not fit",

@@ -302,11 +302,13 @@ class ExpertWeights:
         Raises:
             LayoutError: no ``num_experts``, ``down_proj`` and ``gate_up_proj`` or ``up_proj``, or parameters that
                 do not fit the flags that the module declares.
-            UnsupportedScheme: quantized parameters.
+            UnsupportedScheme: parameters quantized in a way that is not run here.
+            UnsupportedScales: scales that are 0, negative, NaN or infinite; looked at here, and at the first call of
+                a module alone.
         """
         from routed_experts.module_weights import resolve
 
-        resolve(module)
+        check_scale_values(resolve(module)._tensors)
         weights = object.__new__(cls)
         weights.__dict__["_module"] = module
         return weights

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from routed_experts.checkpoint.families import DEFAULT, FAMILIES, GATE_KEYS, REFUSED, Family
 from routed_experts.checkpoint.files import CONFIG, few
-from routed_experts.errors import CheckpointError, UnsupportedScheme
+from routed_experts.checkpoint.scheme import KEY, Scheme, differences, parse_scheme
+from routed_experts.errors import CheckpointError
+from routed_experts.quantization import FORMATS
 
 BLOCK = "routed_experts"
 _BLOCK_TYPES = {"activation": str, "tensors": tuple, "is_transposed": bool, "is_concatenated": bool}
 _COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-_QUANTIZED_EXPERTS = ("fp4", "fp8")
 _TEXT_PARTS = ("text_config", "llm_config", "language_config")
 _FROM_MODULE = "build the model and use ExpertWeights.from_module on its experts"
 
@@ -33,13 +34,14 @@ class Declaration:
     counts: tuple[int, ...] = ()
     tensors: tuple[str, ...] | None = None
     shard: tuple[int, int] | None = None
+    scheme: Scheme | None = None
 
 
 def declare(config: dict[str, Any] | None, metadata: dict[str, str], source: Path) -> Declaration:
     """What a checkpoint declares: the block in its file or config if we wrote it, else its model family."""
     block = metadata.get(BLOCK)
     if block is not None:
-        return _from_block(_parse(block, source), source)
+        return _agreed(_from_block(_parse(block, source), source), config, source)
     if config is None:
         raise CheckpointError(
             f"nothing at {source} says how its experts are laid out",
@@ -48,32 +50,33 @@ def declare(config: dict[str, Any] | None, metadata: dict[str, str], source: Pat
             hint=f"put the model's {CONFIG} there; layouts are never guessed from shapes",
         )
     if BLOCK in config:
-        return _from_block(config[BLOCK], source)
+        return _agreed(_from_block(config[BLOCK], source), config, source)
     return _from_config(config, source)
 
 
 def to_block(declaration: Declaration) -> dict[str, Any]:
     """JSON-ready form of a declaration, read back by ``declare``."""
-    return {"version": 1, **asdict(declaration)}
+    block = {"version": 1, **asdict(declaration)}
+    if declaration.scheme is None:
+        del block["scheme"]
+    return block
 
 
-def _refuse_quantized(parts: list[dict[str, Any]]) -> None:
-    for part in parts:
-        scheme = part.get("quantization_config") or part.get("compression_config")
-        if scheme or part.get("expert_dtype") in _QUANTIZED_EXPERTS:
-            scheme = scheme or part["expert_dtype"]
-            method = scheme.get("quant_method", "unnamed") if isinstance(scheme, dict) else scheme
-            raise UnsupportedScheme(
-                "the checkpoint is quantized",
-                found=f"{method} in {CONFIG}",
-                needed="weights in float64, float32, float16 or bfloat16",
-                hint="quantized checkpoints are not in this version; dequantize the checkpoint first",
-            )
+def _agreed(declaration: Declaration, config: dict[str, Any] | None, source: Path) -> Declaration:
+    """The declaration of our block, unless the config beside it has another quantization for others to read."""
+    contrary = "" if config is None else differences(declaration.scheme, parse_scheme(_parts(config)))
+    if contrary:
+        raise CheckpointError(
+            f"the {BLOCK} block of {source} and {CONFIG} declare different quantizations",
+            found=contrary,
+            needed=f"the {KEY} that was written with the block",
+            hint="the config and the tensors do not belong together",
+        )
+    return declaration
 
 
 def _from_config(config: dict[str, Any], source: Path) -> Declaration:
     parts = _parts(config)
-    _refuse_quantized(parts)
     names = [str(part["model_type"]).removesuffix("_text") for part in parts if part.get("model_type")]
     refused = next((name for name in names if name in REFUSED), None)
     if refused:
@@ -89,6 +92,7 @@ def _from_config(config: dict[str, Any], source: Path) -> Declaration:
         is_transposed=family.is_transposed,
         is_concatenated=family.is_concatenated,
         counts=_counts(parts),
+        scheme=parse_scheme(parts),
     )
 
 
@@ -163,12 +167,27 @@ def _from_block(block: Any, source: Path) -> Declaration:
     known = {field.name for field in fields(Declaration)}
     values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in block.items()}
     values.pop("version")
+    values["scheme"] = _scheme(values.get("scheme"), source)
     if set(values) != known:
         raise _bad_block(source, f"keys missing or unknown: {few(sorted(set(values) ^ known))}")
     wrong = [key for key, kind in _BLOCK_TYPES.items() if not isinstance(values[key], kind)]
     if wrong:
         raise _bad_block(source, few(f"{key}={values[key]!r}" for key in wrong))
     return Declaration(**values)
+
+
+def _scheme(value: Any, source: Path) -> Scheme | None:
+    if value is None:
+        return None
+    try:
+        given: dict[str, Any] = {key: tuple(item) if isinstance(item, list) else item for key, item in value.items()}
+        # What is checked is the config that it stands for.
+        parsed = parse_scheme([{KEY: Scheme(**given).to_config()}])
+    except (TypeError, AttributeError) as error:
+        raise _bad_block(source, f"scheme={value!r}") from error
+    if parsed is None or given.get("fmt") not in (*FORMATS, None):
+        raise _bad_block(source, f"scheme={value!r}")
+    return replace(parsed, fmt=given.get("fmt"), scale_fmt=given.get("scale_fmt"))
 
 
 def _bad_block(source: Path, found: str) -> CheckpointError:

@@ -18,6 +18,13 @@ INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+QUANTIZED_DTYPES = {
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "F4": torch.float4_e2m1fn_x2,
+}
 
 
 class Header(NamedTuple):
@@ -54,21 +61,30 @@ class TensorFiles:
         return self._open[path]
 
     def header(self, name: str) -> Header:
-        """Shape and dtype. CheckpointError if its file lacks it, UnsupportedScheme if quantized."""
+        """Shape and dtype as stored. CheckpointError if its file lacks it, UnsupportedScheme for a dtype not read."""
         part = self._ask(name, lambda handle: handle.get_slice(name))
-        dtype = part.get_dtype()
-        if dtype not in DTYPES:
+        name_of_dtype = part.get_dtype()
+        dtype = (DTYPES | QUANTIZED_DTYPES).get(name_of_dtype)
+        if dtype is None:
             raise UnsupportedScheme(
-                f"{name} is not stored in a plain floating dtype",
-                found=str(dtype),
-                needed=" or ".join(DTYPES),
-                hint="quantized checkpoints are not in this version; dequantize the checkpoint first",
+                f"{name} is stored in a dtype that is not read",
+                found=str(name_of_dtype),
+                needed=" or ".join(DTYPES | QUANTIZED_DTYPES),
+                hint="dequantize the checkpoint first, or take one in FP8",
             )
-        return Header(tuple(part.get_shape()), DTYPES[dtype])
+        shape = tuple(part.get_shape())
+        if name_of_dtype == "F4":  # counted in values there
+            shape = (*shape[:-1], shape[-1] // 2)
+        return Header(shape, dtype)
 
     def read(self, name: str, start: int | None = None, stop: int | None = None) -> torch.Tensor:
-        """Rows ``start:stop`` of a tensor (by default all): a private memory map, aligned to its dtype."""
-        if start is None:
+        """Rows ``start:stop`` of a tensor (by default all): a private memory map, aligned to its dtype.
+
+        Packed pairs of FP4 come as the int8 bytes that they are.
+        """
+        if self.header(name).dtype == torch.float4_e2m1fn_x2:  # which files do not slice
+            tensor = self._ask(name, lambda handle: handle.get_tensor(name)).view(torch.int8)[start:stop]
+        elif start is None:
             tensor = self._ask(name, lambda handle: handle.get_tensor(name))
         else:
             tensor = self._ask(name, lambda handle: handle.get_slice(name)[start:stop])

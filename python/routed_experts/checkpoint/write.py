@@ -12,31 +12,47 @@ from safetensors.torch import save_file
 
 from routed_experts.checkpoint.declared import BLOCK, Declaration, to_block
 from routed_experts.checkpoint.files import CONFIG, DTYPES, INDEX, WEIGHTS
+from routed_experts.checkpoint.scheme import KEY, scheme_of
 from routed_experts.errors import CheckpointError, UnsupportedExperts, UnsupportedScheme
 
 _PREFIX = "model.layers.0.mlp.experts."
 _ROLES = ("gate_up_proj", "up_proj", "down_proj", "gate_up_proj_bias", "up_proj_bias", "down_proj_bias")
+_SCALES = (
+    "gate_up_proj_scale_inv",
+    "up_proj_scale_inv",
+    "down_proj_scale_inv",
+    "gate_up_proj_activation_scale",
+    "down_proj_activation_scale",
+)
 
 
 def write_experts(weights: Any, path: str | os.PathLike[str]) -> None:
     """Write ``model.safetensors`` and ``config.json`` into the folder ``path``, made if it is not there.
 
     ``weights`` has the attributes of ``ExpertWeights``. Strided, expanded and aliased tensors are written
-    densely. Each file appears whole or not at all, the config last.
+    densely; quantized ones with their scales, and a ``quantization_config`` in the config. Each file appears whole
+    or not at all, the config last.
 
     Raises, before anything is written: UnsupportedExperts for a gate, norm or activation that is a callable
-    and for tensors without data, UnsupportedScheme for quantized weights, CheckpointError if the folder holds
-    a checkpoint.
+    and for tensors without data, UnsupportedScheme for dtypes of no declared quantization, CheckpointError if
+    the folder holds a checkpoint.
     """
     folder = Path(path)
     _refuse_callables(weights)
-    tensors = {role: tensor for role in _ROLES if (tensor := getattr(weights, role, None)) is not None}
-    _refuse_quantized(weights, tensors)
+    tensors, scales = (
+        {role: tensor for role in roles if (tensor := getattr(weights, role, None)) is not None}
+        for roles in (_ROLES, _SCALES)
+    )
+    _refuse_undeclared(weights, tensors)
     _refuse_existing(folder)
-    block = to_block(_declaration(weights, tensors))
+    declaration = _declaration(weights, tensors)
+    block = to_block(declaration)
     config = {"num_experts": tensors["down_proj"].shape[0], "hidden_act": weights.activation, BLOCK: block}
+    if declaration.scheme is not None:
+        config[KEY] = declaration.scheme.to_config()
     metadata = {"format": "pt", BLOCK: json.dumps(block)}
-    _write(folder, {_PREFIX + role: tensor for role, tensor in _dense(tensors).items()}, metadata, config)
+    named = {_PREFIX + role: tensor for role, tensor in _dense(tensors | scales).items()}
+    _write(folder, named, metadata, config)
 
 
 def _declaration(weights: Any, tensors: dict[str, torch.Tensor]) -> Declaration:
@@ -51,6 +67,7 @@ def _declaration(weights: Any, tensors: dict[str, torch.Tensor]) -> Declaration:
         counts=(tensors["down_proj"].shape[0],),
         tensors=tuple(tensors),
         shard=shard if isinstance(shard := getattr(weights, "shard", None), tuple) else None,
+        scheme=None if (quantization := getattr(weights, "quantization", None)) is None else scheme_of(quantization),
     )
 
 
@@ -67,16 +84,15 @@ def _refuse_callables(weights: Any) -> None:
         )
 
 
-def _refuse_quantized(weights: Any, tensors: dict[str, torch.Tensor]) -> None:
+def _refuse_undeclared(weights: Any, tensors: dict[str, torch.Tensor]) -> None:
     plain = set(DTYPES.values())
     odd = [f"{role} {tensor.dtype}" for role, tensor in tensors.items() if tensor.dtype not in plain]
-    scheme = getattr(weights, "quantization", None)
-    if odd or scheme is not None:
+    if odd and getattr(weights, "quantization", None) is None:
         raise UnsupportedScheme(
-            "quantized experts are not written by this version",
-            found=", ".join(odd) or repr(scheme),
-            needed="weights in float64, float32, float16 or bfloat16",
-            hint="dequantize the experts first",
+            "the dtype of these experts cannot be stored without a quantization",
+            found=", ".join(odd),
+            needed="weights in float64, float32, float16 or bfloat16, or a Quantization with them",
+            hint="rx.quantize_experts makes quantized experts",
         )
     if any(tensor.is_meta for tensor in tensors.values()):
         raise UnsupportedExperts(

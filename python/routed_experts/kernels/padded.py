@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from routed_experts.kernels.gates import activate, gate_pair
+from routed_experts.kernels.product import IS_INTERPRETED
 from routed_experts.kernels.rows import load_expert
 from routed_experts.kernels.units import load_pair
 
@@ -42,18 +43,23 @@ def _store_rows(
             bits_M = scale_M.to(tl.uint32, bitcast=True)
             scale_M = ((bits_M + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
         value = tl.minimum(tl.maximum(value / scale_M[:, None], -448.0), 448.0)
+        if IS_INTERPRETED:
+            # Triton's interpreter loses the carry of a mantissa that rounds up: leave it nothing to round.
+            bits = value.to(tl.uint32, bitcast=True)
+            bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & 0xFFF00000
+            value = bits.to(tl.float32, bitcast=True)
         _store_scale(scales, scale_M, row_M, mask_M, group, SCALE, PACKED)
     place = out + row_M[:, None].to(tl.int64) * C + column_N[None, :]
     tl.store(place, value.to(out.dtype.element_ty), mask=mask_M[:, None] & (column_N < C)[None, :])
 
 
 @triton.jit
-def _fill_rest(scales, row_M, mask_M, SCALE, GROUPS: tl.constexpr):
+def _fill_rest(scales, row_M, mask_M, SCALE, GROUPS: tl.constexpr, PACKED: tl.constexpr):
     """Exponents of 1 for the groups that fill up the last int32."""
-    for extra in tl.static_range(4):
-        if GROUPS + extra < (GROUPS + 3) // 4 * 4:
-            one_M = tl.full(row_M.shape, 1.0, tl.float32)
-            _store_scale(scales, one_M, row_M, mask_M, GROUPS + extra, SCALE, True)
+    if PACKED:
+        one_M = tl.full(row_M.shape, 1.0, tl.float32)
+        for group in tl.static_range(GROUPS, (GROUPS + 3) // 4 * 4):
+            _store_scale(scales, one_M, row_M, mask_M, group, SCALE, True)
 
 
 @triton.jit(do_not_specialize=["x_stride", "num_rows", "scale_stride"], do_not_specialize_on_alignment=["x"])
@@ -77,8 +83,7 @@ def gather_rows(
     _store_rows(out, scales, value, row_M, mask_M, column_N, group, scale_stride, C, GROUP, PACKED)
     if group == 0:
         tl.store(position + pair_M, row_M, mask=mask_M)
-        if PACKED:
-            _fill_rest(scales, row_M, mask_M, scale_stride, GROUPS)
+        _fill_rest(scales, row_M, mask_M, scale_stride, GROUPS, PACKED)
 
 
 @triton.jit(do_not_specialize=["num_rows", "scale_stride"])
@@ -110,9 +115,8 @@ def gate_rows(
             linear += more_linear
         value = gate_pair(gate, linear, ACTIVATION, LIMIT, ALPHA)
     _store_rows(out, scales, value, row_M, mask_M, column_N, group, scale_stride, INNER, GROUP, PACKED)
-    if PACKED:
-        if group == 0:
-            _fill_rest(scales, row_M, mask_M, scale_stride, GROUPS)
+    if group == 0:
+        _fill_rest(scales, row_M, mask_M, scale_stride, GROUPS, PACKED)
 
 
 @triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["ids", "weights"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import os
@@ -38,8 +39,7 @@ def find_source(kernel: Kernel) -> Source:
     """
     for name in (kernel.name, kernel.shares):
         if name in REGISTERED:
-            module = REGISTERED[name]
-            return Source(f"a module registered as {name!r}", True, lambda: module)
+            return Source(f"a module registered as {name!r}", True, functools.partial(REGISTERED.__getitem__, name))
     if (path := _local_paths().get(kernel.repository)) is not None:
         return Source(f"{LOCAL}, {path}", True, lambda: _open_local(kernel, path))
     if is_on(PREFER_INSTALLED) and is_installed(kernel.package):

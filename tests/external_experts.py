@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -50,54 +49,27 @@ def powers_of_two(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.exp2(torch.randint(-3, 2, shape, generator=generator(seed)).float())
 
 
-class Quantized(SimpleNamespace):
-    """What backends read of quantized ExpertWeights, and ``reference``, the weights they stand for in bfloat16."""
-
-    def tensors(self) -> list[Any]:
-        return [self.up_weight, self.down_weight, self.up_scale, self.down_scale]
-
-
-def quantized(fmt: str, block: tuple[int, int], ue8m0: bool, seed: int = 0, experts: int = E, **more: Any) -> Quantized:
-    """Random e4m3 or FP4 experts with random scales; E, H, I as in ``plain``."""
-    fp4 = fmt == "mxfp4"
-    pieces = {}
-    for name, rows, columns in (("up", 2 * INNER, H), ("down", H, INNER)):
-        bn, bk = (1, 32) if fp4 else block
-        if fp4:
+def quantized(
+    fmt: str, block: tuple[int, int], ue8m0: bool, seed: int = 0, experts: int = E, **more: Any
+) -> tuple[rx.ExpertWeights, rx.ExpertWeights]:
+    """Random e4m3 or FP4 experts with random scales, E, H, I as in ``plain``; and the float32 ones they stand for."""
+    stored, values = {}, {}
+    for name, rows, columns in (("gate_up_proj", 2 * INNER, H), ("down_proj", H, INNER)):
+        bn, bk = block
+        if fmt == "mxfp4":
             raw = torch.randint(0, 256, (experts, rows, columns // 2), generator=generator(seed)).to(torch.uint8)
-            weight = raw.view(torch.int8)
-            value = unpack_fp4(weight)
+            stored[name] = raw.view(torch.int8)
+            value = unpack_fp4(stored[name])
         else:
-            weight = torch.randn(experts, rows, columns, generator=generator(seed)).to(torch.float8_e4m3fn)
-            value = weight.float()
+            stored[name] = torch.randn(experts, rows, columns, generator=generator(seed)).to(torch.float8_e4m3fn)
+            value = stored[name].float()
         scale = powers_of_two(experts, rows // bn, columns // bk, seed=seed) * columns**-0.5
         scale = torch.exp2(torch.log2(scale).round()) if ue8m0 else scale * 1.1
-        full = scale.repeat_interleave(bn, 1).repeat_interleave(bk, 2)
-        stored = scale.to(torch.float8_e8m0fnu) if ue8m0 else scale
-        pieces[name] = (weight, stored, value * full)
-    reference = rx.ExpertWeights(gate_up_proj=pieces["up"][2], down_proj=pieces["down"][2], **more)
-    scheme = SimpleNamespace(fmt=fmt, block=block, is_fp4=fp4, scale_dtype=pieces["up"][1].dtype)
-    return Quantized(
-        up_weight=pieces["up"][0],
-        down_weight=pieces["down"][0],
-        up_scale=pieces["up"][1],
-        down_scale=pieces["down"][1],
-        up_bias=None,
-        down_proj_bias=None,
-        quantization=scheme,
-        reference=reference,
-        num_experts=experts,
-        hidden_size=H,
-        intermediate_size=INNER,
-        is_transposed=False,
-        is_concatenated=True,
-        has_gate=True,
-        gate=None,
-        act_fn=reference.act_fn,
-        activation_name=reference.activation_name,
-        swiglu_limit=reference.swiglu_limit,
-        swiglu_alpha=reference.swiglu_alpha,
-    )
+        stored[f"{name}_scale_inv"] = scale.to(torch.float8_e8m0fnu) if ue8m0 else scale
+        values[name] = value * scale.repeat_interleave(bn, 1).repeat_interleave(bk, 2)
+    scale_dtype = torch.float8_e8m0fnu if ue8m0 else torch.float32
+    scheme = rx.Quantization(fmt, block, scale_dtype=scale_dtype)
+    return rx.ExpertWeights(**stored, quantization=scheme, **more), rx.ExpertWeights(**values, **more)
 
 
 def error_of(got: torch.Tensor, wanted: torch.Tensor) -> float:

@@ -118,8 +118,8 @@ def test_quantized_experts(monkeypatch, tmp_path, poisoned, major, fmt, block, u
     monkeypatch.setattr(deepgemm, "capability_major", lambda device: major)
     fake = FakeDeepGemm(major)
     rx.register_kernel("deepgemm", fake)
-    experts, call = quantized(fmt, block, ue8m0), routed(50, sentinels=True)
-    wanted = eager(experts.reference, *call)
+    (experts, reference), call = quantized(fmt, block, ue8m0), routed(50, sentinels=True)
+    wanted = eager(reference, *call)
     poisoned()
     got = deepgemm.run(experts, *call)
     assert got.dtype == torch.bfloat16
@@ -132,20 +132,26 @@ def test_quantized_experts(monkeypatch, tmp_path, poisoned, major, fmt, block, u
 
 
 def test_dequantized_experts_run_in_bf16(kernel):
-    reference = quantized("fp8_block", (128, 128), False).reference
-    experts = rx.ExpertWeights(gate_up_proj=reference.gate_up_proj.bfloat16(), down_proj=reference.down_proj.bfloat16())
-    call = routed(20)
-    assert error_of(deepgemm.run(experts, *call), eager(experts, *call)) < 1e-2
+    stored, reference = quantized("fp8_block", (128, 128), False)
+    tensors = {
+        name: rx.quantization.dequantize(
+            getattr(stored, name), getattr(stored, f"{name}_scale_inv"), block=(128, 128), dtype=torch.bfloat16
+        )
+        for name in ("gate_up_proj", "down_proj")
+    }
+    experts, call = rx.ExpertWeights(**tensors), routed(20)
+    assert error_of(deepgemm.run(experts, *call), eager(reference, *call)) < 1e-2
     assert kernel.calls[0][1].dtype == torch.bfloat16
 
 
 def test_packed_scales_are_kept_until_they_are_written_to():
-    scale = quantized("fp8_block", (128, 128), True).up_scale
+    scale = quantized("fp8_block", (128, 128), True)[0].up_scale
     scheme = deepgemm_operands.Scheme(padded_steps.Cast(128, True), (1, 1, 128), True)
     weight = torch.empty(E, 2 * INNER, H, dtype=torch.float8_e4m3fn)
     first = deepgemm_operands.weight_operand(weight, scale, scheme)[1]
     assert deepgemm_operands.weight_operand(weight, scale, scheme)[1] is first
-    assert deepgemm_operands.weight_operand(weight, scale.view(torch.uint8).view(scale.dtype), scheme)[1] is first
+    same = scale.view(torch.uint8).view(scale.dtype)
+    assert deepgemm_operands.weight_operand(weight, same, scheme)[1] is first
     scale.view(torch.uint8).add_(1)
     again = deepgemm_operands.weight_operand(weight, scale, scheme)[1]
     assert not torch.equal(again, first)

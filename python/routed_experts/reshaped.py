@@ -6,10 +6,13 @@ that a backend has reshaped the weight in place for itself: what it holds is the
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from routed_experts.errors import SwitchError
 
 _ATTRIBUTE = "_routed_experts_notes"
 _OWNER = "reshaped by"
@@ -40,3 +43,19 @@ def reshaped_by(weight: Tensor) -> str | None:
 def mark_reshaped(weight: Tensor, backend: str) -> None:
     """Say that only ``backend`` can read this weight from now on."""
     notes_of(weight)[_OWNER] = backend
+
+
+def check_unshaped(weights: Iterable[Tensor | None]) -> None:
+    """Refuse to save weights that a backend has reshaped.
+
+    Raises:
+        SwitchError: one of them was.
+    """
+    owners = sorted({owner for weight in weights if weight is not None and (owner := reshaped_by(weight))})
+    if owners:
+        raise SwitchError(
+            "these experts cannot be saved any more",
+            found=f"weights that {owners[0]} has reshaped",
+            needed="weights as they were loaded",
+            hint="load the experts again, on another backend, to save them",
+        )

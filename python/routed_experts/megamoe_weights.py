@@ -42,6 +42,8 @@ def transformed(kernel: Any, experts: ExpertWeights) -> tuple[Operand, Operand]:
 def _transform(kernel: Any, experts: ExpertWeights) -> tuple[Tensor, Tensor]:
     hidden, inner, count = experts.hidden_size, experts.intermediate_size, experts.num_experts
     up, down = experts.up_weight.detach(), experts.down_weight.detach()
+    assert experts.up_scale is not None
+    assert experts.down_scale is not None
     widths = ((experts.up_scale, 2 * inner, hidden), (experts.down_scale, hidden, inner))
     scales = [
         kernel.lay_out_scales(scale.float(), rows, columns, recipe=(1, _GROUP), num_groups=count)

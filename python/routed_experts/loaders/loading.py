@@ -60,6 +60,12 @@ def failure_of(name: str) -> Failure | None:
     return kept if isinstance(kept, Failure) else None
 
 
+def is_loaded(name: str) -> bool:
+    """Tell whether a kernel was loaded in this environment."""
+    kept = _KEPT.get((name, environment("cuda")))
+    return kept is not None and not isinstance(kept, Failure)
+
+
 def register_kernel(name: str, module: Any) -> None:
     """Run the backend of a kernel on ``module``, whatever else is installed.
 

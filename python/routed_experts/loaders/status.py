@@ -40,17 +40,16 @@ def _refusal(error: BackendUnavailable) -> dict[str, str]:
 
 
 def _status(kernel: Kernel) -> dict[str, Any]:
+    from routed_experts.loaders.loading import is_loaded
+
     facts = _facts(kernel)
     refusal = facts["source_refusal"] or facts["load_refusal"]
-    try:
-        source = find_source(kernel)
-        words, local = source.words, source.is_local
-    except BackendUnavailable:
-        words, local = None, False
+    source = None if facts["source_refusal"] else find_source(kernel)
     return {
         "kernel": kernel.name,
-        "source": words,
-        "needs_network": words is not None and not local,
+        "source": source and source.words,
+        "needs_network": source is not None and not source.is_local,
+        "loaded": is_loaded(kernel.name),
         "installed": _installed_version(kernel.package),
         "problem": None if refusal is None else refusal["found"],
     }

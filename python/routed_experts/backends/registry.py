@@ -87,6 +87,12 @@ class _Registry:
             self._change(rest)
         self._tell_watchers()
 
+    def renew(self) -> None:
+        """Have every choice made anew: what the machine has is another thing than when it was asked."""
+        with self._lock:
+            self._table = None
+            self.generation += 1
+
     def _change(self, backends: dict[str, Backend]) -> None:
         self._backends, self._table = backends, None
         self.generation += 1

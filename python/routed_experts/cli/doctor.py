@@ -23,6 +23,7 @@ from routed_experts.cli.output import (
     verdict,
 )
 from routed_experts.facts import current_facts
+from routed_experts.loaders import kernel_status
 from routed_experts.selection import machine_decisions
 from routed_experts.toolkit import find_toolkit
 
@@ -88,6 +89,7 @@ def print_report(console: Console, report: dict[str, Any]) -> None:
     print_pairs(console, "Optional packages", packages)
     _print_toolkit(console, report["toolkit"])
     _print_backends(console, report["backends"])
+    _print_kernels(console)
     if "checkpoint" in report:
         _print_checkpoint(console, report["checkpoint"])
 
@@ -126,6 +128,15 @@ def _print_backends(console: Console, backends: list[dict[str, Any]]) -> None:
     for one in backends:
         table.add_row(one["backend"], verdict(one["accepted"]), reasons(one["found"], one["needed"], one["hint"]))
     print_section(console, "Backends", table)
+
+
+def _print_kernels(console: Console) -> None:
+    table = make_table(console, "Kernel", "Would come from", "State")
+    for one in kernel_status():
+        waiting = "would be fetched" if one["needs_network"] else "here, not loaded yet"
+        state = one["problem"] or ("loaded" if one["loaded"] else waiting)
+        table.add_row(one["kernel"], one["source"] or "nowhere", state)
+    print_section(console, "Kernels of other projects", table)
 
 
 def _print_checkpoint(console: Console, checkpoint: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from routed_experts import _core
+from routed_experts.cli.bench import bench
 from routed_experts.cli.doctor import doctor
 from routed_experts.cli.select import select
 
@@ -15,5 +16,6 @@ def main() -> None:
     """Run the experts of Mixture-of-Experts layers: what works here, and which backend fits."""
 
 
+main.add_command(bench)
 main.add_command(doctor)
 main.add_command(select)

@@ -40,17 +40,19 @@ PUBLISHED = {
 }
 
 
-def published(shape: str, device: str, dtype: str, tokens: int, routing: str) -> float | None:
+def published(
+    shape: str, device: str, dtype: str, tokens: int, routing: str, quantization: str = "none"
+) -> float | None:
     """Return the best published multiple of the floor, None where nothing comparable was measured."""
-    if (device, dtype, routing) != ("cuda", "bfloat16", "skewed"):
+    if (device, dtype, routing, quantization) != ("cuda", "bfloat16", "skewed", "none"):
         return None
     return PUBLISHED.get(shape, {}).get(tokens)
 
 
-def chosen(names: str | None, sizes: tuple[str, ...], device: str) -> dict[str, Shape]:
-    """Return the shapes of ``--shapes`` and ``--shape``; those of the device when neither was given."""
+def chosen(names: str | None, sizes: tuple[str, ...], device: str, most: int | None = None) -> dict[str, Shape]:
+    """Return the shapes of ``--shapes`` and ``--shape``; of neither, the first ``most`` of the device's (all)."""
     if names is None:
-        names = "" if sizes else ",".join(DEFAULTS[device])
+        names = "" if sizes else ",".join(DEFAULTS[device][:most])
     found = {}
     for name in filter(None, names.split(",")):
         if name not in SHAPES:

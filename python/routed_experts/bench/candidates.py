@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
 import routed_experts as rx
-from experts_bench.inputs import Experts
+from routed_experts.bench.inputs import Experts
+from routed_experts.weights import TENSOR_NAMES
 
 if TYPE_CHECKING:
-    from experts_bench.shapes import Shape
+    from routed_experts.bench.shapes import Shape
 
 PEER = "transformers"
 Function = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -29,19 +30,35 @@ class Choice(NamedTuple):
 class Ours:
     """Our backends on one layer, and what the selection says of them."""
 
-    def __init__(self, layer: Experts, shape: Shape):
-        # Not from the module: its gate is one of its own there, which no backend can fuse, and is bound every call.
-        self.weights = rx.ExpertWeights(gate_up_proj=layer.gate_up_proj, down_proj=layer.down_proj, activation="silu")
-        self.top_k = shape.top_k
+    def __init__(self, weights: rx.ExpertWeights, shape: Shape):
+        self.weights, self.top_k = weights, shape.top_k
+
+    @property
+    def bytes_per_weight(self) -> float:
+        """Bytes of the stored weights and scales, for each element they stand for."""
+        tensors = [t for t in self.weights.tensors() if t is not None]
+        weights = self.weights
+        halves = 3 if weights.has_gate else 2
+        elements = weights.num_experts * halves * weights.hidden_size * weights.intermediate_size
+        return sum(t.numel() * t.element_size() for t in tensors) / elements
+
+    def reference(self, x: Tensor, index: Tensor, scores: Tensor) -> Tensor:
+        """``eager`` in float32: over float32 copies of weights that are not quantized, else over these."""
+        weights = self.weights if self.weights.quantization is not None else _float32(self.weights)
+        return rx.run_experts(x.float(), index, scores, weights, backend="eager")
 
     def select(self, tokens: int, backend: str = "auto", capturing: bool = False) -> rx.Selection:
-        how = {"num_tokens": tokens, "num_top_k": self.top_k, "backend": backend, "capturing": capturing}
-        return rx.select_backend(self.weights, **how)
+        """The selection of a call of ``tokens``."""
+        return rx.select_backend(
+            self.weights, num_tokens=tokens, num_top_k=self.top_k, backend=backend, capturing=capturing
+        )
 
     def run(self, x: Tensor, index: Tensor, weights: Tensor, *, backend: str) -> Tensor:
+        """Run one call on a backend."""
         return rx.run_experts(x, index, weights, self.weights, backend=backend)
 
     def function(self, name: str) -> Function:
+        """The call on a backend of that name."""
         return functools.partial(self.run, backend=name)
 
     def decisions(self, tokens: int) -> dict[str, str | None]:
@@ -58,6 +75,14 @@ class Ours:
         return None
 
 
+def _float32(weights: rx.ExpertWeights) -> rx.ExpertWeights:
+    named = zip(TENSOR_NAMES, weights.tensors(), strict=True)
+    given: dict[str, Any] = {name: t.float() for name, t in named if t is not None}
+    declared = ("activation", "gate", "swiglu_limit", "swiglu_alpha", "is_transposed", "is_concatenated")
+    given |= {name: getattr(weights, name) for name in declared}
+    return rx.ExpertWeights(**given, post_expert_norm=weights.post_expert_norm)
+
+
 def peers(layer: Experts, pairs: int, choice: Choice) -> dict[str, Function]:
     """transformers' functions of its experts interface, where it is installed."""
     if choice.skip_peers:
@@ -66,7 +91,7 @@ def peers(layer: Experts, pairs: int, choice: Choice) -> dict[str, Function]:
         from transformers.integrations import moe
     except ImportError:
         return {}
-    found = {f"{PEER} grouped_mm": functools.partial(moe.grouped_mm_experts_forward, layer)}
+    found: dict[str, Function] = {f"{PEER} grouped_mm": functools.partial(moe.grouped_mm_experts_forward, layer)}
     if pairs <= choice.most_copies:
         found[f"{PEER} batched_mm"] = functools.partial(moe.batched_mm_experts_forward, layer)
     return found

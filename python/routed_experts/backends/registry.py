@@ -87,6 +87,12 @@ class _Registry:
             self._change(rest)
         self._tell_watchers()
 
+    def renew(self) -> None:
+        """Make choices that were kept stale: what they were made by has changed outside the table."""
+        with self._lock:
+            self.generation += 1
+            self._table = None
+
     def _change(self, backends: dict[str, Backend]) -> None:
         self._backends, self._table = backends, None
         self.generation += 1

@@ -8,6 +8,7 @@ from routed_experts import _core
 from routed_experts.cli.bench import bench
 from routed_experts.cli.doctor import doctor
 from routed_experts.cli.select import select
+from routed_experts.cli.tune import tune
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -19,3 +20,4 @@ def main() -> None:
 main.add_command(bench)
 main.add_command(doctor)
 main.add_command(select)
+main.add_command(tune)

@@ -9,6 +9,7 @@ from routed_experts.cli.bench import bench
 from routed_experts.cli.doctor import doctor
 from routed_experts.cli.select import select
 from routed_experts.cli.tune import tune
+from routed_experts.cli.warmup import warmup
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -21,3 +22,4 @@ main.add_command(bench)
 main.add_command(doctor)
 main.add_command(select)
 main.add_command(tune)
+main.add_command(warmup)

@@ -51,8 +51,8 @@ _SHORTEST, _LONGEST = 0.05, 1.0  # seconds of timing for a point
 def tune(ctx: click.Context, as_json: bool, **options: Any) -> None:
     """Measure every backend that auto may choose, and keep the times for auto to choose by.
 
-    The times stand in one file (ROUTED_EXPERTS_CACHE, else the user's cache folder), under the device, the versions, the
-    sizes of the layer and the state of the call. Each is in the file as soon as it is measured: a run that is
+    The times stand in one file (ROUTED_EXPERTS_CACHE, else the user's cache folder), under the device, the versions,
+    the sizes of the layer and the state of the call. Each is in the file as soon as it is measured: a run that is
     interrupted, or whose budget ends, goes on where it was when it is started again.
     """
     from routed_experts.tuning import store
@@ -101,7 +101,7 @@ def _measure(folder: Path, options: dict[str, Any], notes: list[str], console: C
     notes += filter(None, [store.merge(folder, {})])  # a damaged file is set aside before it is read
     entries = {} if options["again"] else store.read(folder / store.FILE)
     points = [point for point in planned if not measure.is_known(point, entries)]
-    report = {"file": str(folder / store.FILE), "notes": notes, "planned": len(planned), "points": []}
+    report: dict[str, Any] = {"file": str(folder / store.FILE), "notes": notes, "planned": len(planned), "points": []}
     report |= {"known": len(planned) - len(points), "interrupted": False}
     try:
         _run(points, folder, options["budget"] - (time.monotonic() - started), report["points"], console)
@@ -119,14 +119,15 @@ def _plan(options: dict[str, Any]) -> list[Point]:
     device = options["device"] or ("cuda" if torch.cuda.is_available() else "cpu")
     text = options["tokens"] or TOKENS[device]
     counts = [int(one) for one in split(text, [t for t in text.split(",") if t.isdecimal() and int(t)])]
-    layers = _layers(options, device)
+    layers = make_layers(options, device)
     return [
         Point(layer, tokens, state)
         for tokens, state, layer in itertools.product(spread(counts), STATES[device], layers)
     ]
 
 
-def _layers(options: dict[str, Any], device: str) -> list[Layer]:
+def make_layers(options: dict[str, Any], device: str) -> list[Layer]:
+    """Return the layers of ``--shapes``, ``--shape`` or ``--checkpoint``, in every dtype and format asked for."""
     from routed_experts.bench import inputs, shapes
     from routed_experts.tuning.measure import Layer
     from routed_experts.weights import ExpertWeights
@@ -194,12 +195,12 @@ def _print(report: dict[str, Any]) -> None:
 
 
 def _print_points(console: Console, points: list[dict[str, Any]]) -> None:
-    table = make_table(console, "Layer", "State", "T", "Fastest", "Time", "Others")
+    table = make_table(console, "Layer", "State", "T", "Fastest", "Time", "Next, or failed")
     for one in sorted(points, key=lambda one: (one["layer"], one["dtype"], one["state"], one["tokens"])):
         ranked = sorted(one["us"].items(), key=lambda item: item[1])
         best, us = ranked[0] if ranked else ("none", None)
-        others = [f"{name} {duration(other)}" for name, other in ranked[1:]]
+        others = [f"{name} {duration(other)}" for name, other in ranked[1:2]]
         others += [f"{name}: {why}" for name, why in one["failed"].items()]
         layer = f"{one['layer']} {one['dtype']}"
-        table.add_row(layer, one["state"], str(one["tokens"]), best, duration(us), ", ".join(others))
+        table.add_row(layer, one["state"], str(one["tokens"]), best, duration(us), "\n".join(others))
     print_section(console, "Measured", table)

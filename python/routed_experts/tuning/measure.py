@@ -46,6 +46,16 @@ class Layer:
         self.device, self.dtype = weights.device, str(dtype).removeprefix("torch.")
         self.facts: Facts = facts_for(self.device)
 
+    def select(self, tokens: int, backend: str, training: bool = False) -> str:
+        """Name and path of the row that a call would run on."""
+        how = {"num_tokens": tokens, "num_top_k": self.shape.top_k, "dtype": getattr(torch, self.dtype)}
+        chosen = rx.select_backend(self.weights, backend=backend, training=training, **how)
+        return f"{chosen.name} ({chosen.path})" if chosen.path else chosen.name
+
+    def draw(self, tokens: int) -> inputs.Inputs:
+        """One input set of T tokens."""
+        return inputs.draw(self.shape, getattr(torch, self.dtype), tokens, "skewed", self.device.type)[0]
+
     def key(self, point: Point) -> dict[str, Any]:
         """What a time of this point is of."""
         key = key_of(self.facts, self.problem(point))
@@ -54,8 +64,8 @@ class Layer:
 
     def problem(self, point: Point) -> dict[str, Any]:
         """The point as selection sees it."""
-        how = {"backend": "auto", "capturing": point.state == "graph"}
-        return as_problem(self.weights, point.tokens, self.shape.top_k, getattr(torch, self.dtype), **how)
+        dtype, capturing = getattr(torch, self.dtype), point.state == "graph"
+        return as_problem(self.weights, point.tokens, self.shape.top_k, dtype, capturing=capturing)
 
     def rows(self, point: Point) -> dict[Row, Selection]:
         """The rows that ``auto`` may choose for a point; without those that stand no chance."""
@@ -140,5 +150,3 @@ def spread(counts: list[int]) -> list[int]:
             found.append(gap[middle])
             gaps += [gap[: middle + 1], gap[middle:]]
     return found
-
-

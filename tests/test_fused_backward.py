@@ -100,8 +100,26 @@ def test_large_calls_by_descriptor(gate, is_transposed, is_concatenated, kernels
     ran = launched(kernels, monkeypatch)
     flags = {"is_transposed": is_transposed, "is_concatenated": is_concatenated, "bias": True}
     check(dataclasses.replace(BASE, tokens=66, num_experts=2, sizes=(72, 136), routing="sentinels", gate=gate, **flags))
-    assert {"up_large", "down_large", "units_gradient_large"} <= set(ran)
+    assert {"up_large", "down_large", "gather_rows", "rows_through_gate", "weight_gradient_large"} <= set(ran)
     assert not {"up_by_tile", "down_by_tile", "units_gradient"} & set(ran)
+
+
+@pytest.mark.parametrize("weights_on", ["output", "input"])
+def test_large_calls_around_a_gate_of_ones_own(weights_on, kernels, monkeypatch, poisoned):
+    monkeypatch.setattr(kernels.choice, "_LARGE_FLOPS", 0)
+    ran = launched(kernels, monkeypatch)
+    case = dataclasses.replace(BASE, tokens=66, num_experts=2, sizes=(72, 136), routing="sentinels", gate="own")
+    check(dataclasses.replace(case, is_concatenated=False, weights_on=weights_on))
+    assert {"up_large", "down_large", "gather_rows", "weight_gradient_large"} <= set(ran)
+
+
+@pytest.mark.parametrize("tokens", [33, 64, 95, 97])
+def test_large_calls_of_whole_and_broken_steps(tokens, kernels, monkeypatch, poisoned):
+    """One expert with two rows a token, another with none: 66 to 194 rows in steps of 64."""
+    monkeypatch.setattr(kernels.choice, "_LARGE_FLOPS", 0)
+    monkeypatch.setattr(kernels.choice, "_LARGE_ROWS", 0)
+    case = dataclasses.replace(BASE, tokens=tokens, top_k=2, num_experts=2, sizes=(72, 40), routing="one expert")
+    check(case)
 
 
 def launched(kernels, monkeypatch):

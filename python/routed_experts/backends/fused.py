@@ -76,14 +76,13 @@ def _in_steps(experts: ExpertWeights, x_TH: Tensor, index_TK: Tensor, weights_TK
     return differentiable("weigh", experts, slots_SH, index_TK, weights_TK)
 
 
-def _cuda_row(path: str, *requires: Requirement, auto: bool = True) -> tuple[Spec, Callable[..., Tensor]]:
-    spec = Spec(
+def _on_cuda() -> Spec:
+    return Spec(
         name="fused",
-        path=path,
+        path="triton",
         devices=("cuda",),
         requires=(
             *_ANYWHERE,
-            *requires,
             {"kind": "capability", "min": (8, 0)},
             {
                 # The E4M3 conversion instructions begin with SM89.
@@ -97,9 +96,7 @@ def _cuda_row(path: str, *requires: Requirement, auto: bool = True) -> tuple[Spe
             {"kind": "at_most", "n": 4096, "dims": ["num_experts"]},
         ),
         cost={"cuda": Cost(call_us=45, bytes_per_us=4e6, flops_per_us=4.5e8)},
-        auto=auto,
     )
-    return spec, run
 
 
 def _on_cpu(path: str, flops_per_us: float, *requires: Requirement) -> Spec:
@@ -109,9 +106,7 @@ def _on_cpu(path: str, flops_per_us: float, *requires: Requirement) -> Spec:
 
 BACKEND = Backend(
     rows=(
-        _cuda_row("triton", {"kind": "no_gradient"}),
-        # By name only: its speed varies from level with transformers' to twice it (docs/performance.md).
-        _cuda_row("triton with gradients", auto=False),
+        (_on_cuda(), run),
         # Measured on two cores: dot products along columns keep up with torch's GEMM at any number of rows; sums over
         # the rows of transposed weights do to about 20 rows an expert.
         (_on_cpu("rust", 2e5, {"kind": "not_transposed"}), fused_cpu.run),

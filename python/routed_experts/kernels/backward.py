@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from routed_experts.kernels import gradient_launches, mlp
+from routed_experts.kernels import descriptors, gradient_launches, mlp, mlp_large
 from routed_experts.kernels.choice import Choice, choose, sizes_of, smaller_choices
-from routed_experts.kernels.configs import smaller_ones, sums_config
+from routed_experts.kernels.configs import Config, smaller_ones, sums_config
 from routed_experts.kernels.fused import limits, run_smaller
 from routed_experts.kernels.gradient_launches import Rows
 from routed_experts.kernels.launch import Launch
@@ -43,6 +43,7 @@ class Backward:
         self.sizes = sizes_of(experts, ids)
         self.device = limits(x.device)
         self.choice = choose(experts, self.sizes, x.dtype, self.device, is_sorted=True)
+        self.in_room: Tensor | None = None  # whose rows ``room`` holds
 
     def run(self, out: Tensor, launches_of: Callable[[Choice], Iterable[Launch]]) -> None:
         """Launch with the call's tiles, or with the largest that there is room for."""
@@ -69,6 +70,21 @@ class Backward:
         """Memory in the dtype of the products."""
         return torch.empty(shape, dtype=self.grad.dtype, device=self.grad.device)
 
+    @functools.cached_property
+    def room(self) -> Tensor:
+        """Memory for rows (S, H), of which a backward needs several kinds one after the other."""
+        return self.empty(self.sizes.pairs, self.sizes.hidden)
+
+    def sorted(self, rows: Rows) -> Tensor:
+        """Rows (S, D) in sorted order; those that pairs share are gathered into ``room``, over what was there."""
+        if not rows.per:
+            return descriptors.described(rows.tensor)
+        if self.in_room is not rows.tensor:
+            gather = gradient_launches.gather(self.sizes, rows, self.tiles, self.ids, self.room)
+            run_smaller([None], self.room, lambda _: [gather])
+            self.in_room = rows.tensor
+        return self.room
+
     def weight(self, role: str, parameter: Tensor, outputs: Rows, inputs: Rows) -> Grads:
         """Gradient of a matrix from those of its outputs, and its inputs; or nothing, added to a main gradient."""
         if role not in self.wanted:
@@ -77,16 +93,15 @@ class Backward:
         out = torch.empty_like(parameter) if main is None else main
         left, right = (inputs, outputs) if self.experts.is_transposed else (outputs, inputs)
         config = sums_config(self.device.capability, left.tensor.element_size(), self.device.shared_bytes)
-        run_smaller(
-            smaller_ones(config),
-            out,
-            lambda one: [
-                gradient_launches.weight(
-                    one, self.choice.precision, left, right, self.tiles, self.ranges, out, add=main is not None
-                )
-            ],
-        )
+        run_smaller(smaller_ones(config), out, self._weight_launch(left, right, out, add=main is not None))
         return {role: out} if main is None else {}
+
+    def _weight_launch(self, left: Rows, right: Rows, out: Tensor, *, add: bool) -> Callable[[Config], list[Launch]]:
+        if self.choice.is_large:
+            rows = self.sorted(left), self.sorted(right)
+            return lambda config: [gradient_launches.weight_large(config, *rows, self.ranges, out, add=add)]
+        precision, tiles, ranges = self.choice.precision, self.tiles, self.ranges
+        return lambda config: [gradient_launches.weight(config, precision, left, right, tiles, ranges, out, add=add)]
 
     def bias(self, role: str, parameter: Tensor | None, rows: Rows, weights: Tensor | None = None) -> Grads:
         """Gradient of a bias from the gradients of its rows."""
@@ -101,7 +116,8 @@ class Backward:
         if "x" not in self.wanted:
             return {}
         experts, sizes = self.experts, self.sizes
-        slots, out = self.empty(sizes.pairs, sizes.hidden), self.empty(sizes.tokens, sizes.hidden)
+        slots, out = self.room, self.empty(sizes.tokens, sizes.hidden)
+        self.in_room = None
         weight, transposed = experts.up_weight, not experts.is_transposed
         self.run(
             slots,
@@ -129,14 +145,26 @@ class Backward:
         self, u: Tensor, weights: Tensor, u_grad: Tensor | None, scaled: Tensor | None, routing: Tensor | None
     ) -> None:
         """Through second product and gate; see kernels/gradients.py. ``routing`` gets the routing weights' gradient."""
-        experts, sizes, grad = self.experts, self.sizes, self.grad
 
         def attempt(choice: Choice) -> Iterable[Launch]:
-            shape = (gradient_launches.unit_parts(choice, sizes), sizes.pairs)
-            partial = None if routing is None else torch.empty(shape, dtype=torch.float32, device=grad.device)
-            made = (u_grad, scaled, partial)
-            yield gradient_launches.units(experts, choice, sizes, grad, self.tiles, u, weights, made)
+            shape = (gradient_launches.unit_parts(choice, self.sizes), self.sizes.pairs)
+            partial = None if routing is None else torch.empty(shape, dtype=torch.float32, device=self.grad.device)
+            yield from self._units_launches(choice, u, weights, (u_grad, scaled, partial))
             if partial is not None and routing is not None:
-                yield gradient_launches.routing(experts, sizes, partial, self.ids, grad, routing)
+                yield gradient_launches.routing(self.experts, self.sizes, partial, self.ids, self.grad, routing)
 
-        self.run(grad, attempt)
+        self.run(self.grad, attempt)
+
+    def _units_launches(
+        self, choice: Choice, u: Tensor, weights: Tensor, made: tuple[Tensor | None, Tensor | None, Tensor | None]
+    ) -> Iterable[Launch]:
+        experts, sizes, tiles = self.experts, self.sizes, self.tiles
+        if not choice.is_large:
+            yield gradient_launches.units(experts, choice, sizes, self.grad, tiles, u, weights, made)
+            return
+        rows, scaled, turned = self.sorted(Rows(self.grad, sizes.slots)), made[1], not experts.is_transposed
+        back = self.empty(sizes.pairs, sizes.inner) if scaled is None else scaled
+        yield mlp_large.rows_by_tile(
+            sizes, choice, rows, experts.down_weight, None, turned, tiles, back, is_sorted=True
+        )
+        yield gradient_launches.through_gate(experts, sizes, back, tiles, self.ids, u, weights, made)

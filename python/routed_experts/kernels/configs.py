@@ -66,7 +66,7 @@ _DEFAULT = Table(
 # By major compute capability.
 TABLES = {9: _HOPPER, 10: _HOPPER}
 # Weight gradients: rows and columns of an expert's matrix, and how many rows of the batch a step sums.
-_HOPPER_SUMS, _DEFAULT_SUMS = Config(128, 128, 64, 8, 6), Config(128, 64, 32, 8, 4)
+_HOPPER_SUMS, _DEFAULT_SUMS = Config(128, 256, 64, 8, 3), Config(128, 64, 32, 8, 4)
 SUMS = {9: _HOPPER_SUMS, 10: _HOPPER_SUMS}
 
 

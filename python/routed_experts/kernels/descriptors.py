@@ -17,7 +17,8 @@ def can_describe(experts: ExpertWeights) -> bool:
     if importlib.util.find_spec("triton.tools.tensor_descriptor") is None:
         return False
     halves_apart = experts.is_transposed and experts.has_gate and experts.is_concatenated
-    rows_aligned = experts.intermediate_size * experts.dtype.itemsize % _ALIGNMENT == 0
+    sizes = (experts.hidden_size, experts.intermediate_size)
+    rows_aligned = all(size * experts.dtype.itemsize % _ALIGNMENT == 0 for size in sizes)
     matrices = (experts.up_weight, experts.down_weight)
     return rows_aligned and not halves_apart and all(_describable(matrix) for matrix in matrices)
 
@@ -28,6 +29,12 @@ def _describable(tensor: Tensor) -> bool:
     item = tensor.element_size()
     aligned = all(stride * item % _ALIGNMENT == 0 for stride in strides)
     return last == 1 and aligned and tensor.data_ptr() % _ALIGNMENT == 0
+
+
+def described(rows: Tensor) -> Tensor:
+    """Rows (S, D) as a descriptor needs them, D being aligned: contiguous and aligned, copied where they are not."""
+    rows = rows.contiguous()
+    return rows.clone() if rows.data_ptr() % _ALIGNMENT else rows
 
 
 def up_descriptor(experts: ExpertWeights, gate: str, columns: int, depth: int) -> Any:

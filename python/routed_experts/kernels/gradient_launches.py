@@ -10,7 +10,7 @@ from typing import NamedTuple
 import triton
 from torch import Tensor
 
-from routed_experts.kernels import descriptors, gradients, sums
+from routed_experts.kernels import descriptors, gradients, sums, sums_large
 from routed_experts.kernels import experts as kernels
 from routed_experts.kernels.choice import Choice, Sizes, num_tiles
 from routed_experts.kernels.configs import Config
@@ -56,28 +56,52 @@ def units(
 ) -> Launch:
     """grad (T, H), contiguous, and u (S, N) to the gradient of u, w * a and parts of w's gradient; see gradients.py."""
     config, weight, transposed = choice.up, experts.down_weight, not experts.is_transposed
+    expert, column, depth = (weight.mT if transposed else weight).stride()
     constants = {
+        **block_constants(config, sizes.hidden, sizes.inner, choice.precision),
         **{"K": sizes.slots, "HIDDEN": sizes.hidden, "INNER": sizes.inner, "GROUP": GROUP},
         **{**routing_strides(weights), **gate_constants(experts, False)},
+        **{"W_E": expert, "W_N": column, "W_D": depth},
     }
     grid = tile_grid(sizes, config, triton.cdiv(sizes.inner, config.columns))
-    rest = (u, weights, *made, sizes.pairs, num_tiles(sizes, config))
-    if choice.is_large:
-        blocks = {"BLOCK_M": config.rows, "BLOCK_N": config.columns, "BLOCK_D": config.depth}
-        constants |= {**blocks, "TRANSPOSED": transposed}
-        matrix = descriptors.matrix_descriptor(weight, transposed, config.columns, config.depth)
-        kernel, arguments = gradients.units_gradient_large, (grad, tiles, matrix, *rest)
-    else:
-        expert, column, depth = (weight.mT if transposed else weight).stride()
-        constants |= block_constants(config, sizes.hidden, sizes.inner, choice.precision)
-        constants |= {"W_E": expert, "W_N": column, "W_D": depth}
-        kernel, arguments = gradients.units_gradient, (grad, tiles, weight, *rest)
-    return Launch(kernel, grid, arguments, constants, config.warps, config.stages)
+    arguments = (grad, tiles, weight, u, weights, *made, sizes.pairs, num_tiles(sizes, config))
+    return Launch(gradients.units_gradient, grid, arguments, constants, config.warps, config.stages)
+
+
+def through_gate(
+    experts: ExpertWeights,
+    sizes: Sizes,
+    back: Tensor,
+    tiles: Tensor,
+    ids: Tensor,
+    u: Tensor,
+    weights: Tensor,
+    made: tuple[Tensor | None, Tensor | None, Tensor | None],
+) -> Launch:
+    """The same from back (S, I), sorted: grad at every row times its expert's second matrix."""
+    constants = {
+        **{**id_constants(sizes, ids), "K": sizes.slots, "INNER": sizes.inner},
+        **{**routing_strides(weights), **gate_constants(experts, False)},
+        **{"BLOCK_M": 1, "BLOCK_N": _no_wider(1024, sizes.inner)},
+    }
+    arguments = (back, tiles, ids, u, weights, *made, sizes.pairs)
+    return Launch(gradients.rows_through_gate, (sizes.pairs, 1, 1), arguments, constants)
+
+
+def gather(sizes: Sizes, rows: Rows, tiles: Tensor, ids: Tensor, out: Tensor) -> Launch:
+    """Rows that pairs share to out (S, D), sorted."""
+    width = out.shape[1]
+    constants = {
+        **{**id_constants(sizes, ids), "K": sizes.slots, "PER": rows.per, "WIDTH": width},
+        **{"ROW": row_stride(rows.tensor), "BLOCK_M": 1, "BLOCK_N": _no_wider(1024, width)},
+    }
+    arguments = (rows.tensor, tiles, ids, out, sizes.pairs)
+    return Launch(sums_large.gather_rows, (sizes.pairs, 1, 1), arguments, constants)
 
 
 def unit_parts(choice: Choice, sizes: Sizes) -> int:
-    """How many parts of the routing weights' gradient :func:`units` leaves for every pair: two a column block."""
-    return 2 * int(triton.cdiv(sizes.inner, choice.up.columns))
+    """How many parts of the routing weights' gradient there are for every pair: of :func:`units` two a column block."""
+    return 1 if choice.is_large else 2 * int(triton.cdiv(sizes.inner, choice.up.columns))
 
 
 def gathered(
@@ -121,6 +145,23 @@ def weight(
     grid = (experts * triton.cdiv(height, rows) * triton.cdiv(width, columns), 1, 1)
     arguments = (left.tensor, right.tensor, tiles, ranges, out)
     return Launch(sums.weight_gradient, grid, arguments, constants, config.warps, config.stages)
+
+
+def weight_large(config: Config, left: Tensor, right: Tensor, ranges: Tensor, out: Tensor, *, add: bool) -> Launch:
+    """The same of sorted rows, left (S, M) and right (S, N), that descriptors can stand for."""
+    experts, height, width = out.shape
+    constants = {
+        **{"M": height, "N": width, "GROUP": GROUP, "ACCUMULATE": add},
+        **{"OUT_E": out.stride(0), "OUT_M": out.stride(1), "OUT_N": out.stride(2)},
+        **{"BLOCK_M": config.rows, "BLOCK_N": config.columns, "BLOCK_D": config.depth},
+    }
+    described = (
+        descriptors.rows_descriptor(left, config.depth, config.rows),
+        descriptors.rows_descriptor(right, config.depth, config.columns),
+    )
+    grid = (experts * triton.cdiv(height, config.rows) * triton.cdiv(width, config.columns), 1, 1)
+    arguments = (*described, left, right, ranges, out)
+    return Launch(sums_large.weight_gradient_large, grid, arguments, constants, config.warps, config.stages)
 
 
 def bias(sizes: Sizes, rows: Rows, weights: Tensor | None, tiles: Tensor, ranges: Tensor, out: Tensor) -> Launch:

@@ -8,7 +8,8 @@ first product u, from which it works out the gated units a again; and leaves
 * ``scaled`` (S, I), sorted: w * a, whose products with g sum to the gradient of Wd;
 * ``partial`` (parts, S), in pair order: the part of its columns in sum((g Wd) * a), the gradient of w.
 
-Each of the three may be None.
+Each of the three may be None. Large calls do it in two: g Wd by kernels/large.py, then ``rows_through_gate``, whose
+loads and stores nothing waits behind; what stands between is rounded to the dtype of the products.
 """
 
 from __future__ import annotations
@@ -17,9 +18,8 @@ import triton
 import triton.language as tl
 
 from routed_experts.kernels.gates import activate, activation_slope, gate_pair, gate_slopes
-from routed_experts.kernels.large import weight_tile
-from routed_experts.kernels.product import IS_INTERPRETED, product
-from routed_experts.kernels.rows import rows_of_tile, tile_and_block
+from routed_experts.kernels.product import product
+from routed_experts.kernels.rows import load_expert, rows_of_tile, tile_and_block
 from routed_experts.kernels.units import load_pair, store_pair, store_rows
 
 # fmt: off
@@ -28,12 +28,15 @@ from routed_experts.kernels.units import load_pair, store_pair, store_rows
 
 @triton.jit
 def _columns_through_gate(
-    acc, u, weights, u_grad, scaled, partial, pair_M, row_M, mask_M, block, num_pairs,
+    acc, u, weights, u_grad, scaled, pair_M, row_M, mask_M, block,
     K: tl.constexpr, INNER: tl.constexpr, WEIGHTS_T: tl.constexpr, WEIGHTS_K: tl.constexpr,
     GATE: tl.constexpr, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):
-    """From a tile of g Wd (M, N) to what the module's docstring lists; ``block`` counts blocks of this width."""
+    """From a tile of g Wd (M, N) to ``u_grad`` and ``scaled``; return its rows' sums for ``partial``.
+
+    ``block`` counts blocks of this width.
+    """
     column_N = block * BLOCK_N + tl.arange(0, BLOCK_N)
     place_M = weights + (pair_M // K).to(tl.int64) * WEIGHTS_T + (pair_M % K) * WEIGHTS_K
     weight_M = tl.load(place_M, mask=mask_M, other=0.0).to(tl.float32)
@@ -45,10 +48,8 @@ def _columns_through_gate(
     else:
         gate, linear = load_pair(u, row_M, mask_M, block, GATE, INNER, BLOCK_M, BLOCK_N)
         value = gate_pair(gate, linear, ACTIVATION, LIMIT, ALPHA)
-    if partial is not None:
-        # Behind the last column acc is 0, so nothing is added there.
-        place = partial + block.to(tl.int64) * num_pairs + pair_M
-        tl.store(place, tl.sum(acc * value, axis=1), mask=mask_M)
+    # Behind the last column acc is 0, so nothing is added there.
+    sum_M = tl.sum(acc * value, axis=1)
     if scaled is not None:
         store_rows(scaled, value * weight_M[:, None], row_M, mask_M, column_N, INNER)
     if u_grad is not None:
@@ -58,6 +59,7 @@ def _columns_through_gate(
         else:
             by_gate, by_linear = gate_slopes(gate, linear, ACTIVATION, LIMIT, ALPHA)
             store_pair(u_grad, acc * by_gate, acc * by_linear, row_M, mask_M, block, GATE, INNER, BLOCK_M, BLOCK_N)
+    return sum_M
 
 
 @triton.jit
@@ -70,10 +72,12 @@ def _through_gate(
     """The same in two halves, one after the other: registers do not hold a wide tile and its gates together."""
     HALF: tl.constexpr = BLOCK_N // 2
     first, second = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, HALF)), (0, 2, 1)))
-    _columns_through_gate(first, u, weights, u_grad, scaled, partial, pair_M, row_M, mask_M, 2 * block, num_pairs,
-                          K, INNER, WEIGHTS_T, WEIGHTS_K, GATE, ACTIVATION, LIMIT, ALPHA, BLOCK_M, HALF)
-    _columns_through_gate(second, u, weights, u_grad, scaled, partial, pair_M, row_M, mask_M, 2 * block + 1, num_pairs,
-                          K, INNER, WEIGHTS_T, WEIGHTS_K, GATE, ACTIVATION, LIMIT, ALPHA, BLOCK_M, HALF)
+    for half in tl.static_range(2):
+        place, tile = 2 * block + half, first if half == 0 else second
+        sum_M = _columns_through_gate(tile, u, weights, u_grad, scaled, pair_M, row_M, mask_M, place,
+                                      K, INNER, WEIGHTS_T, WEIGHTS_K, GATE, ACTIVATION, LIMIT, ALPHA, BLOCK_M, HALF)
+        if partial is not None:
+            tl.store(partial + place.to(tl.int64) * num_pairs + pair_M, sum_M, mask=mask_M)
 
 
 @triton.jit(do_not_specialize=["num_pairs", "num_tiles"], do_not_specialize_on_alignment=["weights"])
@@ -98,28 +102,28 @@ def units_gradient(
                       K, INNER, WEIGHTS_T, WEIGHTS_K, GATE, ACTIVATION, LIMIT, ALPHA, BLOCK_M, BLOCK_N)
 
 
-@triton.jit(do_not_specialize=["num_pairs", "num_tiles"], do_not_specialize_on_alignment=["weights"])
-def units_gradient_large(
-    grad, tiles, weight, u, weights, u_grad, scaled, partial, num_pairs, num_tiles,
-    K: tl.constexpr, HIDDEN: tl.constexpr, INNER: tl.constexpr, WEIGHTS_T: tl.constexpr, WEIGHTS_K: tl.constexpr,
-    GATE: tl.constexpr, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, TRANSPOSED: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr,
+@triton.jit(do_not_specialize=["num_pairs"], do_not_specialize_on_alignment=["ids", "weights"])
+def rows_through_gate(
+    back, tiles, ids, u, weights, u_grad, scaled, partial, num_pairs,
+    K: tl.constexpr, E: tl.constexpr, INNER: tl.constexpr, IDS_T: tl.constexpr, IDS_K: tl.constexpr,
+    WEIGHTS_T: tl.constexpr, WEIGHTS_K: tl.constexpr,
+    GATE: tl.constexpr, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):
-    """The same with weights that come through a descriptor; see kernels/large.py."""
-    tile, block = tile_and_block(tl.program_id(0), (INNER + BLOCK_N - 1) // BLOCK_N, GROUP)
-    expert, pair_M, row_M, mask_M = rows_of_tile(tiles, tile, num_pairs, num_tiles, BLOCK_M)
-    if expert >= 0:
-        d = tl.arange(0, BLOCK_D)
-        row_ptr = grad + (pair_M // K).to(tl.int64)[:, None] * HIDDEN + d[None, :]
-        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-        for start in range(0, HIDDEN, BLOCK_D):
-            mask = mask_M[:, None]
-            if HIDDEN % BLOCK_D != 0:
-                mask = mask & (d < HIDDEN - start)[None, :]
-            row = tl.load(row_ptr + start, mask=mask, other=0.0)
-            column = weight_tile(weight, expert, block, start, "none", TRANSPOSED, BLOCK_N, BLOCK_D)
-            if IS_INTERPRETED:
-                row, column = row.to(tl.float32), column.to(tl.float32)
-            acc = tl.dot(row, column, acc)
-        _through_gate(acc, u, weights, u_grad, scaled, partial, pair_M, row_M, mask_M, block, num_pairs,
-                      K, INNER, WEIGHTS_T, WEIGHTS_K, GATE, ACTIVATION, LIMIT, ALPHA, BLOCK_M, BLOCK_N)
+    """``back`` = g Wd (S, I), sorted, to the same; ``scaled`` may stand where ``back`` does, ``partial`` is (1, S)."""
+    row_M = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    exists = row_M < num_pairs
+    pair_M = tl.load(tiles + row_M, mask=exists, other=0)
+    mask_M = load_expert(ids, pair_M, K, E, IDS_T, IDS_K, exists) >= 0
+    total_M = tl.zeros((BLOCK_M,), dtype=tl.float32)
+    for block in range((INNER + BLOCK_N - 1) // BLOCK_N):
+        column_N = block * BLOCK_N + tl.arange(0, BLOCK_N)
+        place = back + row_M[:, None].to(tl.int64) * INNER + column_N[None, :]
+        acc = tl.load(place, mask=mask_M[:, None] & (column_N < INNER)[None, :], other=0.0).to(tl.float32)
+        # Before another thread writes ``scaled`` there.
+        tl.debug_barrier()
+        total_M += _columns_through_gate(acc, u, weights, u_grad, scaled, pair_M, row_M, mask_M, block,
+                                         K, INNER, WEIGHTS_T, WEIGHTS_K, GATE, ACTIVATION, LIMIT, ALPHA,
+                                         BLOCK_M, BLOCK_N)
+    if partial is not None:
+        tl.store(partial + pair_M, total_M, mask=mask_M)

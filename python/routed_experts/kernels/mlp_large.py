@@ -45,15 +45,18 @@ def rows_by_tile(
     is_transposed: bool,
     tiles: Tensor,
     slots: Tensor,
+    *,
+    is_sorted: bool = False,
 ) -> Launch:
-    """Sorted rows (S, D) times their experts' matrices, not yet weighted, to slots (S, N) in pair order."""
+    """Sorted rows (S, D) times their experts' matrices, not yet weighted, to slots (S, N) in pair order or sorted."""
     config, depth, width = choice.down, rows.shape[1], slots.shape[1]
     constants = {
         **{"HIDDEN": width, "INNER": depth, "TRANSPOSED": is_transposed, **bias_strides(bias)},
         **{"BLOCK_M": config.rows, "BLOCK_N": config.columns, "BLOCK_D": config.depth, "GROUP": GROUP},
+        "SORTED": is_sorted,
     }
     matrix = descriptors.matrix_descriptor(weight, is_transposed, config.columns, config.depth)
-    described = descriptors.rows_descriptor(rows, config.rows, config.depth)
-    arguments = (described, tiles, matrix, bias, slots, sizes.pairs, num_tiles(sizes, config))
+    described = [descriptors.rows_descriptor(rows, height, config.depth) for height in (config.rows, config.rows // 2)]
+    arguments = (*described, tiles, matrix, bias, slots, sizes.pairs, num_tiles(sizes, config))
     grid = tile_grid(sizes, config, triton.cdiv(width, config.columns))
     return Launch(large.down_large, grid, arguments, constants, config.warps, config.stages)

@@ -54,6 +54,12 @@ def tile_and_block(program, BLOCKS: tl.constexpr, GROUP: tl.constexpr):
 
 
 @triton.jit
+def rows_in_tile(tiles, tile, num_pairs, num_tiles):
+    """How many rows a tile has, 0 where there is none; see ``rows_of_tile``."""
+    return tl.load(tiles + num_pairs + 2 * num_tiles + tile, mask=tile < num_tiles, other=0)
+
+
+@triton.jit
 def rows_of_tile(tiles, tile, num_pairs, num_tiles, BLOCK_M: tl.constexpr):
     """Expert of a tile, -1 if it has none; its pairs, its sorted rows, and which of them there are.
 

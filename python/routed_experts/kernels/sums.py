@@ -82,13 +82,15 @@ def weight_gradient(
     column_N = (rest // height) * BLOCK_N + tl.arange(0, BLOCK_N)
     begin, count = tl.load(ranges + 2 * expert), tl.load(ranges + 2 * expert + 1)
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    d = tl.arange(0, BLOCK_D)
+    # A step ahead: rows whose place is loaded in the same step get half as many stages of the pipeline.
+    next_D = tl.load(tiles + begin + d, mask=d < count, other=0)
     for start in range(0, count, BLOCK_D):
-        step_D = start + tl.arange(0, BLOCK_D)
-        mask_D = step_D < count
-        row_D = begin + step_D
-        pair_D = row_D
+        mask_D = start + d < count
+        row_D = begin + start + d
+        pair_D = next_D
         if LEFT_PER + RIGHT_PER > 0:
-            pair_D = tl.load(tiles + row_D, mask=mask_D, other=0)
+            next_D = tl.load(tiles + row_D + BLOCK_D, mask=start + BLOCK_D + d < count, other=0)
         one = _load_rows(left, pair_D, row_D, mask_D, column_M, M, LEFT_PER, LEFT_ROW, LEFT_COLUMN, M % BLOCK_M == 0)
         two = _load_rows(right, pair_D, row_D, mask_D, column_N, N, RIGHT_PER, RIGHT_ROW, RIGHT_COLUMN,
                          N % BLOCK_N == 0)

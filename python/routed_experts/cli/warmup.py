@@ -16,12 +16,14 @@ from routed_experts.backends.registry import REGISTRY, check_name
 from routed_experts.cli.bench import DTYPES, FORMATS, split
 from routed_experts.cli.output import (
     Command,
+    describe_error,
     duration,
     json_option,
     make_table,
     open_console,
     print_json,
     print_section,
+    reasons,
 )
 from routed_experts.cli.tune import make_layers
 from routed_experts.errors import RoutedExpertsError

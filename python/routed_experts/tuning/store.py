@@ -41,8 +41,8 @@ def folders() -> list[Path]:
 
 
 def find() -> Path | None:
-    """Return the file that readers take, None where there is none."""
-    for folder in folders():
+    """Return the file that readers take, None where there is none, or where the variable names /dev/null."""
+    for folder in () if os.environ.get(CACHE, "").strip() == os.devnull else folders():
         file = folder / FILE
         with contextlib.suppress(OSError):
             if file.is_file() and _is_ours(folder):

@@ -16,13 +16,14 @@ from routed_experts.backends.spec import Spec
 
 README = Path(__file__).resolve().parent.parent / "README.md"
 BEGIN, END = "<!-- backends: written by `make format` -->", "<!-- end of backends -->"
-COLUMNS = ("Backend", "Device", "Takes", "Dtypes", "Experts and call", "Machine", "In `auto`", "Here")
+COLUMNS = ("Backend", "Device", "Takes", "Dtypes", "Experts and call", "Machine", "In `auto`")
 # Kinds of requirement that speak of the machine; the others speak of the experts and of the call.
 MACHINE = {
     "any_package",
     "c_compiler",
     "capability",
     "capability_major",
+    "kernel",
     "nvcc",
     "package",
     "python",
@@ -32,7 +33,7 @@ MACHINE = {
     "torch_capability",
 }
 # Conditions inside conditions would fill the table; `routed-experts select` explains them for a given case.
-ELSEWHERE = {"dtype", "not_in_this_version", "when"}
+ELSEWHERE = {"dtype", "kernel_loads", "when"}
 
 
 def words(requirement: dict[str, Any]) -> str:
@@ -53,6 +54,8 @@ def words(requirement: dict[str, Any]) -> str:
             return f"{name} {version}"
         case {"kind": "any_package", "any_of": names}:
             return " or ".join(names)
+        case {"kind": "kernel", "package": package, "installed": installed}:
+            return f"{package} or {installed}"
         case {"kind": "multiple_of", "n": n, "dims": dims}:
             return f"{', '.join(dims)} multiples of {n}"
         case {"kind": "at_most", "n": n, "dims": dims}:
@@ -81,7 +84,6 @@ def cells(spec: Spec) -> list[str]:
         "; ".join(words(need) for need in plain if need["kind"] not in MACHINE) or "all",
         "; ".join(words(need) for need in plain if need["kind"] in MACHINE) or "any",
         "yes" if spec.auto else "no",
-        "not in this version" if {"kind": "not_in_this_version"} in spec.requires else "yes",
     ]
 
 

@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from selection_helpers import CHEAP, ask, machine, make_experts, quantized, ready
+from selection_helpers import CHEAP, LOCAL, ask, machine, make_experts, quantized, ready
 
 from routed_experts import errors
 from routed_experts.backends.spec import Spec
 from routed_experts.facts import Facts
-from routed_experts.selection import select_backend
 
-NOT_YET = ("deepgemm", "deepgemm_megamoe", "sonicmoe")
+EXTERNAL = ("deepgemm", "deepgemm_megamoe", "sonicmoe")
 
 
 def specs_of(name: str) -> list[Spec]:
@@ -31,16 +30,77 @@ def refusal(name: str, facts: Facts, **changes: Any) -> errors.RoutedExpertsErro
     return caught.value
 
 
-@pytest.mark.parametrize("name", NOT_YET)
-def test_backends_without_code_are_listed_and_never_accepted(name):
-    for facts in (machine(), machine((10, 0)), Facts(device="cpu", torch="2.13.0")):
-        decision = next(
-            one for one in select_backend(make_experts(), num_tokens=4, facts=facts).decisions if one.backend == name
-        )
-        assert not decision.accepted
-        assert "not in this version" in decision.needed
-        with pytest.raises(errors.RoutedExpertsError, match="not in this version"):
-            select_backend(make_experts(), num_tokens=4, facts=facts, backend=name)
+@pytest.mark.parametrize("name", EXTERNAL)
+def test_a_kernel_from_nowhere_is_the_first_thing_the_machine_lacks(name):
+    facts = machine((7, 5), packages={}, kernels={})
+    refused = refusal(name, facts, **({"process_group": True} if name == "deepgemm_megamoe" else {}), **QUANT[name])
+    assert type(refused) is errors.BackendUnavailable
+    assert refused.found.startswith("kernels is not installed; SM75")
+    assert f'register_kernel("{name}", module)' in refused.hint
+
+
+# Weights that a backend takes, where it does not take plain ones.
+QUANT = {name: {} for name in EXTERNAL}
+QUANT["deepgemm_megamoe"] = {"experts": make_experts(quantization=quantized("mxfp4", torch.float8_e8m0fnu))}
+
+TABLE = {
+    (7, 5): (),
+    (8, 0): (),
+    (8, 9): (),
+    (9, 0): ("deepgemm", "sonicmoe"),
+    (10, 0): ("deepgemm", "deepgemm_megamoe", "sonicmoe"),
+    (10, 3): ("deepgemm", "deepgemm_megamoe", "sonicmoe"),
+    (11, 0): ("sonicmoe",),
+    (12, 0): ("sonicmoe",),
+    (12, 1): ("sonicmoe",),
+}
+
+
+@pytest.mark.parametrize("name", EXTERNAL)
+@pytest.mark.parametrize(("capability", "able"), TABLE.items(), ids=str)
+def test_capabilities(capability, able, name):
+    changes = {"process_group": name == "deepgemm_megamoe"}
+    experts = QUANT[name].get("experts")
+    if name in able:
+        assert ask(specs_of(name), machine(capability), name, experts, **changes)["name"] == name
+        return
+    refused = refusal(name, machine(capability), **QUANT[name], **changes)
+    assert type(refused) is errors.BackendUnavailable
+    assert "SM{}{}".format(*capability) in refused.found
+
+
+@pytest.mark.parametrize("name", ["deepgemm", "sonicmoe"])
+def test_auto_counts_a_kernel_only_if_no_network_is_needed(name):
+    on_the_hub = machine(kernels={})
+    assert ask(specs_of(name), on_the_hub, name)["name"] == name
+    with pytest.raises(errors.BackendUnavailable, match="auto fetches nothing"):
+        ask(specs_of(name), on_the_hub)
+    assert ask(specs_of(name), machine())["name"] == name
+
+
+def test_auto_never_takes_megamoe():
+    experts = QUANT["deepgemm_megamoe"]["experts"]
+    with pytest.raises(errors.BackendUnavailable, match="auto never picks it"):
+        ask(specs_of("deepgemm_megamoe"), machine((10, 0)), "auto", experts, process_group=True)
+
+
+@pytest.mark.parametrize("name", EXTERNAL)
+def test_a_load_that_failed_and_a_hub_that_is_closed_are_reasons(name):
+    said = {"found": "no moe in it", "needed": "a build with moe", "hint": "get one"}
+    changes = {"process_group": True, **QUANT[name]}
+    for key in ("source_refusal", "load_refusal"):
+        kernels = {name: {**LOCAL, "source": None, key: said}}
+        refused = refusal(name, machine((10, 0), kernels=kernels), **changes)
+        assert type(refused) is errors.BackendUnavailable
+        assert (refused.found, refused.needed) == ("no moe in it", "a build with moe")
+
+
+def test_slices_and_expanded_stacks_are_refused_by_deepgemm():
+    whole = torch.empty(16, 256, 256, dtype=torch.bfloat16, device="meta")
+    for part in (whole[::2], whole[:1].expand(8, -1, -1)):
+        refused = refusal("deepgemm", machine(), experts=make_experts(gate_up_proj=part))
+        assert type(refused) is errors.UnsupportedExperts
+        assert "slice" in refused.found
 
 
 @pytest.mark.parametrize(("name", "capability"), [("deepgemm", (9, 0)), ("deepgemm", (10, 0)), ("sonicmoe", (9, 0))])
@@ -61,7 +121,12 @@ def test_a_machine_with_everything_is_accepted(name, capability):
         ("deepgemm", {"training": True}, errors.GradientUnsupported, "gradient"),
         ("deepgemm", {"has_post_expert_norm": True}, errors.UnsupportedExperts, "norm"),
         ("deepgemm", {"device_span": 2}, errors.DeviceError, "2 devices"),
-        ("deepgemm_megamoe", {}, errors.UnsupportedExperts, "no process group"),
+        (
+            "deepgemm_megamoe",
+            {"experts": make_experts(quantization=quantized("mxfp4", torch.float8_e8m0fnu))},
+            errors.UnsupportedExperts,
+            "no process group",
+        ),
         (
             "deepgemm_megamoe",
             {"training": True, "process_group": True},

@@ -12,7 +12,6 @@ import pytest
 
 from routed_experts import errors
 from routed_experts.backends import BUILT_IN, registry
-from routed_experts.backends.not_yet import refuse
 from routed_experts.backends.registry import (
     REGISTRY,
     ExpertsInterface,
@@ -161,13 +160,6 @@ def test_a_built_in_value_goes_through_run_experts(monkeypatch):
         (("x", "index", "weights", "experts"), {"backend": "eager"}),
         (("x", "index", "weights", "experts"), {"backend": "slots"}),
     ]
-
-
-def test_rows_without_code_refuse():
-    with pytest.raises(errors.BackendUnavailable, match="not in this version") as caught:
-        refuse("experts", x=1)
-    assert caught.value.found
-    assert caught.value.hint
 
 
 def test_many_threads_see_whole_tables():

@@ -27,6 +27,7 @@ from routed_experts.errors import (
 )
 from routed_experts.facts import Facts, current_facts
 from routed_experts.layout import ExpertLayout, build_layout
+from routed_experts.loaders import register_kernel, reset_kernels
 from routed_experts.models import decode_stage, get_experts_implementation, set_experts_implementation
 from routed_experts.modules import RoutedExperts
 from routed_experts.moe import run_experts
@@ -70,7 +71,9 @@ __all__ = [
     "quantization",
     "quantize_experts",
     "register_backend",
+    "register_kernel",
     "register_with_transformers",
+    "reset_kernels",
     "run_experts",
     "select_backend",
     "set_experts_implementation",

@@ -35,7 +35,18 @@ BATCHED_BYTES = "ROUTED_EXPERTS_BATCHED_BYTES"
 CHECKED = "ROUTED_EXPERTS_CHECKED"
 RECOMPUTE = "ROUTED_EXPERTS_FUSED_RECOMPUTE"
 MAIN_GRAD = "ROUTED_EXPERTS_MAIN_GRAD"
-_MACHINE_VARIABLES = ("CUDA_HOME", "CUDA_PATH", "PATH", "DG_JIT_NVCC_COMPILER", "CUDA_VISIBLE_DEVICES", "CC")
+# What decides where kernels of other projects come from.
+_KERNEL_VARIABLES = (
+    "LOCAL_KERNELS",
+    "ROUTED_EXPERTS_PREFER_INSTALLED",
+    "ROUTED_EXPERTS_KERNEL_REVISIONS",
+    "USE_HUB_KERNELS",
+    "HF_HUB_OFFLINE",
+)
+_MACHINE_VARIABLES = (
+    *("CUDA_HOME", "CUDA_PATH", "PATH", "DG_JIT_NVCC_COMPILER", "CUDA_VISIBLE_DEVICES", "CC"),
+    *_KERNEL_VARIABLES,
+)
 
 # Every call of a layer reads these. The dict inside os.environ answers ten times faster than os.environ does,
 # which decodes each value; where an interpreter has no such dict, the slow way is the same.
@@ -62,6 +73,7 @@ class Facts:
     ``capability`` is the compute capability, (9, 0) for SM90; ``packages`` holds the version of each optional
     package, None when it is not installed; ``toolkit`` is the CUDA toolkit's root, nvcc, version and so on.
     ``c_compiler`` and ``python_headers`` (the folder of ``Python.h``) are what Triton builds its launcher with.
+    ``kernels`` says of kernels of other projects where they are on this machine, and why one cannot be had.
     """
 
     device: str
@@ -74,6 +86,7 @@ class Facts:
     toolkit: dict[str, Any] | None = None
     c_compiler: str | None = None
     python_headers: str | None = None
+    kernels: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def replace(self, **changes: Any) -> Facts:
         """Return other facts, to ask about a machine that is not here.
@@ -192,6 +205,7 @@ def _gathered(device: torch.device, _environment: tuple[Any, ...], whole: bool) 
         toolkit=_toolkit() if whole else None,
         c_compiler=_c_compiler(),
         python_headers=_python_headers(),
+        kernels=_kernels() if whole else {},
     )
 
 
@@ -226,6 +240,12 @@ def _toolkit() -> dict[str, Any]:
 
     found: dict[str, Any] = find_toolkit().to_dict()
     return found
+
+
+def _kernels() -> dict[str, dict[str, Any]]:
+    from routed_experts.loaders import kernel_facts
+
+    return kernel_facts()
 
 
 def _cuda_device(device: torch.device) -> Device:

@@ -40,6 +40,7 @@ class Call(NamedTuple):
     index_TK: Tensor
     weights_TK: Tensor
     dtype: torch.dtype  # of the result
+    group: Any = None  # the ranks that share the experts
 
 
 def run_experts(
@@ -95,7 +96,7 @@ def run_experts(
         )
         prepared = bound._prepared.get(key)
         if prepared is not None:
-            return run_prepared(prepared, bound, hidden_states, top_k_index, top_k_weights, weights_on)
+            return run_prepared(prepared, bound, hidden_states, top_k_index, top_k_weights, weights_on, process_group)
     call = check(hidden_states, top_k_index, top_k_weights, bound, expert_parallel, checked, allow_cast, weights_on)
     how = {
         "backend": selection.backend_name(backend),
@@ -105,6 +106,7 @@ def run_experts(
     }
     if torch.compiler.is_compiling():
         return compiled.run(call, weights_on, how)
+    call = call._replace(group=process_group)
     row = choose(call, how)
     keep(row, call, weights_on, key)
     return execute(row, call, weights_on)
@@ -136,13 +138,19 @@ def check(
 
 
 def run_prepared(
-    prepared: Prepared, experts: ExpertWeights, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor, weights_on: str
+    prepared: Prepared,
+    experts: ExpertWeights,
+    x_TH: Tensor,
+    index_TK: Tensor,
+    weights_TK: Tensor,
+    weights_on: str,
+    process_group: Any = None,
 ) -> Tensor:
     """Run a call that an equal one has prepared: nothing is left to check but what the backend gives."""
     row, run, shape, given, computed = prepared
     x = x_TH if given is computed else x_TH.to(computed)
     if run is None:
-        return execute(row, Call(experts, x, index_TK, weights_TK, given), weights_on)
+        return execute(row, Call(experts, x, index_TK, weights_TK, given, process_group), weights_on)
     out = run(experts, x, index_TK, weights_TK)
     if type(out) is not Tensor or out.shape != shape:
         out = _checked_result(row, out, *shape)
@@ -165,7 +173,8 @@ def execute(row: Selection, call: Call, weights_on: str) -> Tensor:
 
 def run_row(row: Selection, call: Call) -> Tensor:
     """Hand the call to one row of the backend table, in the form its spec takes."""
-    if call.index_TK.numel() == 0:
+    # A kernel that all ranks take part in waits for those that have no token, too.
+    if call.index_TK.numel() == 0 and not row.spec.takes_group:
         zeros = call.x_TH.new_zeros(call.x_TH.shape, dtype=call.dtype)
         return attach(zeros, call.x_TH, call.weights_TK, *call.experts.tensors())
     return _FLOWS[row.spec.takes](row, call)
@@ -177,12 +186,13 @@ def run_on_input(row: Selection, call: Call) -> Tensor:
     weights_TK = call.weights_TK.masked_fill(~routes.valid_TK, 0)
     x_SH = (dispatch(call.x_TH, routes) * weights_TK.reshape(-1, 1)).to(call.x_TH.dtype)
     ones_TK = torch.ones_like(weights_TK)
-    pairs = Call(call.experts, x_SH, call.index_TK.reshape(-1, 1), ones_TK.reshape(-1, 1), x_SH.dtype)
+    pairs = Call(call.experts, x_SH, call.index_TK.reshape(-1, 1), ones_TK.reshape(-1, 1), x_SH.dtype, call.group)
     return combine(run_row(row, pairs), ones_TK, routes, call.dtype)
 
 
 def _run_routing(row: Selection, call: Call) -> Tensor:
-    out = row.run(call.experts, call.x_TH, call.index_TK, call.weights_TK)
+    group = {"process_group": call.group} if row.spec.takes_group else {}
+    out = row.run(call.experts, call.x_TH, call.index_TK, call.weights_TK, **group)
     if row.spec.gives == "tokens":
         return _checked_result(row, out, *call.x_TH.shape).to(call.dtype)
     return _combine_result(row, out, call, pair_routes(call.index_TK, call.experts.num_experts))

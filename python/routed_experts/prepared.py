@@ -104,7 +104,8 @@ def keep(row: Selection, call: Call, weights_on: str, key: tuple[Any, ...] | Non
     kept = call.experts._prepared
     if len(kept) >= _MOST_PREPARED:
         kept.clear()
-    straight = (row.spec.takes, row.spec.gives, weights_on) == ("routing", "tokens", "output")
+    form = (row.spec.takes, row.spec.gives, weights_on, row.spec.takes_group)
+    straight = form == ("routing", "tokens", "output", False)
     run = row.run if straight and call.x_TH.numel() and call.index_TK.numel() else None
     # A run function may bring a shorter one for calls like this one, as long as no gradient is wanted.
     repeated = getattr(run, "repeated", None)

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from routed_experts.reshaped import reshaped_by
+
 # No kernel asks for more, and allocators do not promise more.
 _MOST_ALIGNED = 128
 _SCALE_NAMES = {"float8_e8m0fnu": "ue8m0", "uint8": "ue8m0"}
@@ -43,6 +45,8 @@ def problem_fields(experts: Any) -> dict[str, Any]:
         "swiglu_alpha": experts.swiglu_alpha,
         "has_post_expert_norm": experts.post_expert_norm is not None,
         "quantization": _quantization(experts.quantization),
+        "experts_scattered": not all(map(_packed, weights)),
+        "reshaped_by": reshaped_by(weights[1]),
         "weight_alignment": math.gcd(*(_alignment(weight) for weight in weights)),
         "device_span": len({weight.device for weight in weights}),
     }
@@ -78,6 +82,11 @@ def _alignment(weight: torch.Tensor) -> int:
         return 1
     lengths = (rows if columns == 1 else columns, height, width)
     return math.gcd(*(length * weight.element_size() for length in lengths), _address(weight), _MOST_ALIGNED)
+
+
+def _packed(weight: torch.Tensor) -> bool:
+    """Whether each expert's matrix fills its place, so that experts lie one after the other."""
+    return operator.index(weight.stride(0)) == operator.index(weight.shape[1]) * operator.index(weight.shape[2])
 
 
 def _address(weight: torch.Tensor) -> int:

@@ -16,7 +16,7 @@ import torch
 
 from routed_experts.backends.registry import REGISTRY, Table
 from routed_experts.backends.spec import Spec
-from routed_experts.errors import DtypeError, LayoutError
+from routed_experts.errors import BackendUnavailable, DtypeError, LayoutError
 from routed_experts.facts import Facts, batched_budget, environment, facts_for, parse_device
 from routed_experts.problem import bucket, dtype_name, problem_fields
 from routed_experts.tuning.profile import measured
@@ -173,7 +173,25 @@ def choose(
     Raises as :func:`select_backend` does; a refusal is not kept.
     """
     asked = (num_top_k, dtype, backend, training, compiling, capturing, expert_parallel, process_group)
-    return _look_up(experts, num_tokens, asked, device or experts.device)
+    selection = _look_up(experts, num_tokens, asked, device or experts.device)
+    # A row whose kernel fails is refused at the next look, so each backend is tried once at most.
+    tries = len(selection.decisions) if backend == "auto" else 0
+    while tries and not _loads(selection):
+        tries -= 1
+        selection = _look_up(experts, num_tokens, asked, device or experts.device)
+    return selection
+
+
+def _loads(selection: Selection) -> bool:
+    """Whether what a row has to load first does load; what fails is from then on known of the machine."""
+    load = getattr(selection.run, "load", None)
+    if load is None:
+        return True
+    try:
+        load()
+    except BackendUnavailable:
+        return False
+    return True
 
 
 def _look_up(experts: Any, num_tokens: int, asked: Asked, device: torch.device) -> Selection:

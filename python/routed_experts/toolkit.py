@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+import shutil
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,6 +67,16 @@ def find_toolkit() -> Toolkit:
     2 s.
     """
     return _search(tuple(os.environ.get(name) for name in VARIABLES))
+
+
+def own_search() -> str | None:
+    """Return the toolkit folder that DeepGEMM's own search takes: links are not followed, wrappers not asked."""
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        if folder := os.environ.get(name):
+            return folder
+    if nvcc := shutil.which("nvcc"):
+        return os.path.dirname(os.path.dirname(nvcc))
+    return "/usr/local/cuda" if os.path.isdir("/usr/local/cuda") else None
 
 
 def forget_toolkits() -> None:

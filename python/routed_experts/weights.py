@@ -342,7 +342,9 @@ class ExpertWeights:
     def save_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Write a folder that from_checkpoint reads back bit for bit; callables cannot be stored."""
         from routed_experts.checkpoint import write_experts
+        from routed_experts.reshaped import check_unshaped
 
+        check_unshaped(self.tensors())
         write_experts(self, path)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -88,10 +88,10 @@ class _Registry:
         self._tell_watchers()
 
     def renew(self) -> None:
-        """Make choices that were kept stale: what they were made by has changed outside the table."""
+        """Have every choice made anew: what the machine has is another thing than when it was asked."""
         with self._lock:
-            self.generation += 1
             self._table = None
+            self.generation += 1
 
     def _change(self, backends: dict[str, Backend]) -> None:
         self._backends, self._table = backends, None

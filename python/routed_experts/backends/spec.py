@@ -64,7 +64,8 @@ class Spec:
     over none). Rows of sentinels hold their token; what comes back for them is not read.
 
     ``decode_as`` names the backend that takes over in the decode stage on an accelerator ("" for none);
-    ``load_time_only`` marks one that reshapes weights, so it is neither entered nor left after loading.
+    ``load_time_only`` marks one that reshapes weights, so it is neither entered nor left after loading;
+    ``takes_group`` hands the run function the keyword ``process_group`` (it must take the routing).
 
     Raises:
         LayoutError: fields that contradict each other.
@@ -81,6 +82,7 @@ class Spec:
     auto: bool = True
     decode_as: str = ""
     load_time_only: bool = False
+    takes_group: bool = False
 
     def __post_init__(self) -> None:
         mistake = self._mistake()
@@ -96,6 +98,8 @@ class Spec:
     def _mistake(self) -> tuple[str, str] | None:
         if isinstance(self.devices, str):
             return "devices", f"a tuple: ({self.devices!r},)"
+        if self.takes_group and self.takes != "routing":
+            return "takes_group", "takes='routing'"
         if self.takes not in _GIVES:
             return "takes", "one of " + ", ".join(_GIVES)
         if self.gives not in _GIVES[self.takes]:

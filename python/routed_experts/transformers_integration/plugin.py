@@ -13,6 +13,7 @@ from routed_experts.names import valid_names
 from routed_experts.transformers_integration.adapter import Adapter, Plan
 from routed_experts.transformers_integration.decoding import AssistedAdapter, DecodeAdapter, PrefillAdapter
 from routed_experts.transformers_integration.get_method import GetMethodAdapter
+from routed_experts.transformers_integration.load_time import LoadTimeAdapter
 from routed_experts.transformers_integration.loading import LoadingAdapter
 from routed_experts.transformers_integration.registration import QuantizedRegistrationAdapter, RegistrationAdapter
 from routed_experts.transformers_integration.validation import ValidationAdapter
@@ -24,6 +25,7 @@ ADAPTERS: tuple[Callable[[], Adapter], ...] = (
     ValidationAdapter,
     GetMethodAdapter,
     LoadingAdapter,
+    LoadTimeAdapter,
     DecodeAdapter,
     PrefillAdapter,
     AssistedAdapter,

@@ -30,6 +30,33 @@ pub struct Facts {
     pub python_headers: Option<String>,
     /// The CUDA toolkit, if one was found.
     pub toolkit: Option<Toolkit>,
+    /// What is known of each kernel of another project; nothing is known of one that is not here.
+    #[serde(default)]
+    pub kernels: BTreeMap<String, Kernel>,
+}
+
+/// What is known of one kernel of another project.
+#[derive(Debug, Clone, Default, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Kernel {
+    /// Where it is on this machine; `None` where it would have to be fetched.
+    pub source: Option<String>,
+    /// Why it can be had from nowhere.
+    pub source_refusal: Option<Refusal>,
+    /// Why it did not load when it was tried.
+    pub load_refusal: Option<Refusal>,
+}
+
+/// The words of a refusal that was found out elsewhere.
+#[derive(Debug, Clone, Default, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Refusal {
+    /// What was found.
+    pub found: String,
+    /// What is needed.
+    pub needed: String,
+    /// What to do next.
+    pub hint: String,
 }
 
 /// The CUDA toolkit that would compile kernels; keys that no rule reads are ignored.
@@ -105,6 +132,12 @@ pub struct Problem {
     pub quantization: Option<Quantization>,
     /// Largest power of two that divides the bytes of every row and start of the weights, forward and backward.
     pub weight_alignment: u64,
+    /// The experts of a weight do not lie one after the other.
+    #[serde(default)]
+    pub experts_scattered: bool,
+    /// The backend that has reshaped the weights for itself, if one has.
+    #[serde(default)]
+    pub reshaped_by: Option<String>,
     /// A gradient is wanted.
     pub training: bool,
     /// The call is being traced by a compiler.

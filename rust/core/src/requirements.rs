@@ -1,6 +1,7 @@
 //! The fixed vocabulary of requirements. A backend's row says which sentences must hold; each is checked
 //! against facts and a problem handed in, so every rule can be tried without the hardware it speaks of.
 
+mod kernel;
 mod machine;
 mod module;
 
@@ -33,8 +34,8 @@ pub enum Class {
     Module,
     /// Tracing or capturing.
     State,
-    /// Whether this version of the library has the code.
-    Release,
+    /// Where a kernel of another project would come from.
+    Source,
     /// The kind of device.
     Device,
     /// Versions, architectures, packages, toolkit.
@@ -119,8 +120,22 @@ pub enum Requirement {
     NotCompiling {},
     /// Not under capture of a device graph.
     NotCapturing {},
-    /// This version of the library does not have the code yet: never met.
-    NotInThisVersion {},
+    /// The experts of each weight lie one after the other.
+    ExpertsPacked {},
+    /// A kernel of another project can be had: registered, a local copy, installed, or through a package.
+    Kernel {
+        /// Its name.
+        name: String,
+        /// The package that can fetch it.
+        package: String,
+        /// The package that holds it where it is installed.
+        installed: String,
+    },
+    /// A kernel of another project has not failed to load here before.
+    KernelLoads {
+        /// Its name.
+        name: String,
+    },
     /// torch is at least this version.
     Torch {
         /// Oldest version.
@@ -240,7 +255,7 @@ impl Requirement {
     pub fn class(&self) -> Class {
         match self {
             Self::NotCompiling {} | Self::NotCapturing {} => Class::State,
-            Self::NotInThisVersion {} => Class::Release,
+            Self::Kernel { .. } => Class::Source,
             Self::Torch { .. }
             | Self::TorchCapability { .. }
             | Self::Python { .. }
@@ -248,6 +263,7 @@ impl Requirement {
             | Self::Capability { .. }
             | Self::Package { .. }
             | Self::AnyPackage { .. }
+            | Self::KernelLoads { .. }
             | Self::CCompiler {}
             | Self::Toolkit {}
             | Self::Nvcc {}
@@ -286,7 +302,9 @@ impl Requirement {
             Self::SingleDevice {} => module::single_device(problem),
             Self::NotCompiling {} => module::not_compiling(problem),
             Self::NotCapturing {} => module::not_capturing(problem),
-            Self::NotInThisVersion {} => machine::not_in_this_version(),
+            Self::ExpertsPacked {} => kernel::experts_packed(problem),
+            Self::Kernel { name, package, installed } => kernel::source(name, package, installed, facts),
+            Self::KernelLoads { name } => kernel::loads(name, facts),
             Self::Torch { min } => machine::torch(min, facts),
             Self::TorchCapability { rows } => machine::torch_capability(rows, facts),
             Self::Python { min } => machine::python(min, facts),
@@ -299,6 +317,16 @@ impl Requirement {
             Self::Nvcc {} => machine::nvcc(facts),
             Self::ToolkitVersion { rows } => machine::toolkit_version(rows, facts),
             Self::When(when) => when.check(facts, problem),
+        }
+    }
+}
+
+impl Requirement {
+    /// The kernel that would have to be fetched over a network, if there is one.
+    pub fn fetches(&self, facts: &Facts) -> Option<&str> {
+        match self {
+            Self::Kernel { name, .. } if kernel::needs_network(name, facts) => Some(name),
+            _ => None,
         }
     }
 }
@@ -355,4 +383,12 @@ fn need(
 /// A [`Rejection`] naming the device found and those the row runs on.
 pub fn device(devices: &[String], facts: &Facts) -> Check {
     machine::device(devices, facts)
+}
+
+/// Whether weights that a backend reshaped belong to the row's own backend.
+///
+/// # Errors
+/// A [`Rejection`] naming the backend that the weights belong to.
+pub fn belongs(backend: &str, problem: &Problem) -> Check {
+    kernel::belongs(backend, problem)
 }

@@ -156,7 +156,7 @@ impl<'a> Candidate<'a> {
     }
 
     fn on_machine(row: usize, spec: &'a Spec, facts: &Facts) -> Self {
-        let refusal = refusal(spec, facts, &Problem::default(), Class::Release);
+        let refusal = refusal(spec, facts, &Problem::default(), Class::Source);
         let on_device = spec.devices.contains(&facts.device);
         Self { row, spec, on_device, refusal, predicted_us: None, tuned: false, only_by_name: None }
     }
@@ -189,23 +189,23 @@ impl<'a> Candidate<'a> {
 /// The first requirement of `spec` that does not hold, in the order of the classes from `first` on.
 fn refusal(spec: &Spec, facts: &Facts, problem: &Problem, first: Class) -> Option<(Class, Rejection)> {
     let device = (Class::Device, requirements::device(&spec.devices, facts).err());
-    let mut checks: Vec<_> = spec
-        .requires
-        .iter()
-        .map(|requirement| (requirement.class(), requirement.check(facts, problem).err()))
+    let owner = (Class::Module, requirements::belongs(&spec.name, problem).err());
+    let mut checks: Vec<_> = [owner]
+        .into_iter()
+        .chain(
+            spec.requires
+                .iter()
+                .map(|requirement| (requirement.class(), requirement.check(facts, problem).err())),
+        )
         .chain([device])
         .filter(|(class, _)| *class >= first)
         .collect();
     checks.sort_by_key(|(class, _)| *class);
     let mut failed = checks.into_iter().filter_map(|(class, rejection)| Some((class, rejection?)));
     let (class, rejection) = failed.next()?;
-    // A backend without code says so beside any other reason, or its hint would lead nowhere; and says
-    // what the machine lacks.
-    let unwritten = class == Class::Release;
-    match failed.find(|(next, _)| unwritten || *next == Class::Release) {
-        Some((_, also)) => Some((class, rejection.and(also))),
-        None => Some((class, rejection)),
-    }
+    // Who is told to get a kernel also hears what else this machine lacks.
+    let also = failed.next().filter(|_| class == Class::Source);
+    Some((class, also.map_or_else(|| rejection.clone(), |(_, also)| rejection.clone().and(also))))
 }
 
 impl Rejection {
@@ -235,6 +235,10 @@ fn by_name_only(
         Some("auto never picks it: ask for it by name".into())
     } else if predicted_us.is_none() {
         Some(format!("auto does not know its cost on {}: ask for it by name", facts.device))
+    } else if let Some(name) = spec.requires.iter().find_map(|requirement| requirement.fetches(facts)) {
+        Some(format!(
+            "auto fetches nothing, and the kernel {name} is not on this machine: ask for it by name"
+        ))
     } else if copied > limit {
         let (copied, limit) = (gib(copied), gib(limit));
         Some(format!("auto passes it over: it copies {copied:.2} GiB of weights, limit {limit:.2} GiB"))

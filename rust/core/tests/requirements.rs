@@ -195,7 +195,6 @@ fn machine_sentences() {
     ] {
         refuses(&sentence, &fact, &none, BackendUnavailable, found);
     }
-    refuses_only(&json!({"kind": "not_in_this_version"}), &none, &none, BackendUnavailable, "routed-experts");
 }
 
 fn minima() -> Value {
@@ -221,6 +220,32 @@ fn toolkit_minimum_depends_on_the_capability() {
         let met = requirement(&minima()).check(&facts(&fact), &problem(&json!({}))).is_ok();
         assert_eq!(met, enough, "nvcc {version} on {capability:?}");
     }
+}
+
+#[test]
+fn a_kernel_comes_from_somewhere_and_loads() {
+    let none = json!({});
+    let source = json!({"kind": "kernel", "name": "sums", "package": "kernels", "installed": "deep_gemm"});
+    refuses(&source, &json!({"packages": {}}), &none, BackendUnavailable, "kernels is not installed");
+    let state = |name: &str, value: Value| json!({"packages": {}, "kernels": {"sums": {name: value}}});
+    accepts(&source, &state("source", json!("registered")), &none);
+    let said = json!({"found": "USE_HUB_KERNELS=0", "needed": "the hub", "hint": "unset it"});
+    refuses_only(
+        &source,
+        &state("source_refusal", said.clone()),
+        &none,
+        BackendUnavailable,
+        "USE_HUB_KERNELS",
+    );
+    let installed = json!({"packages": {"deep_gemm": "2.8.1"}});
+    let rejection = requirement(&source).check(&facts(&installed), &problem(&none)).unwrap_err();
+    assert!(rejection.hint.contains("ROUTED_EXPERTS_PREFER_INSTALLED=1"), "{rejection:?}");
+
+    let loads = json!({"kind": "kernel_loads", "name": "sums"});
+    refuses(&loads, &state("load_refusal", said), &none, BackendUnavailable, "USE_HUB_KERNELS");
+
+    let packed = json!({"kind": "experts_packed"});
+    refuses(&packed, &none, &json!({"experts_scattered": true}), UnsupportedExperts, "slice");
 }
 
 #[test]

@@ -4,7 +4,7 @@
 
 use proptest::prelude::*;
 use routed_experts_core::error::ErrorKind;
-use routed_experts_core::facts::{Facts, Problem};
+use routed_experts_core::facts::{Facts, Kernel, Problem};
 use routed_experts_core::select::{Decision, Spec, machine_decisions, select};
 use serde_json::{Value, json};
 
@@ -86,20 +86,45 @@ fn auto_passes_over_what_it_may_not_take() {
 
 #[test]
 fn cheap_questions_come_first_in_whatever_order_they_are_written() {
-    let requires = json!([{"kind": "package", "name": "kernels"}, {"kind": "not_in_this_version"},
+    let requires = json!([{"kind": "package", "name": "kernels"},
+        {"kind": "kernel", "name": "sums", "package": "kernels", "installed": "sums"},
         {"kind": "not_capturing"}, {"kind": "gated"}]);
     let specs = [spec("one", &json!({"devices": ["cuda"], "requires": requires}))];
     let refusal = |problem: &Problem| select(&specs, &cpu(), problem, "one").unwrap_err();
     let gated = Problem { has_gate: true, ..problem() };
     let ungated = refusal(&problem());
     assert_eq!(ungated.kind, ErrorKind::UnsupportedExperts);
-    assert!(ungated.needed.unwrap().contains("gated experts (gate_up_proj); a later version"));
+    assert!(ungated.needed.unwrap().starts_with("gated experts (gate_up_proj)"));
     let capturing = refusal(&Problem { capturing: true, ..gated.clone() });
     assert!(capturing.found.unwrap().contains("graph"));
     let unready = refusal(&gated);
     assert_eq!(unready.kind, ErrorKind::BackendUnavailable);
     let found = unready.found.unwrap();
-    assert!(found.starts_with("routed-experts ") && found.ends_with("; device cpu"), "{found}");
+    assert_eq!(found, "kernels is not installed; device cpu");
+}
+
+#[test]
+fn auto_fetches_nothing() {
+    let kernel = json!({"kind": "kernel", "name": "sums", "package": "kernels", "installed": "sums"});
+    let specs = [spec("one", &json!({"requires": [kernel]}))];
+    let packages = [("kernels".to_string(), Some("0.17.2".to_string()))].into();
+    let mut facts = Facts { packages, ..cpu() };
+    assert_eq!(select(&specs, &facts, &problem(), "one").unwrap().name, "one");
+    let refused = select(&specs, &facts, &problem(), "auto").unwrap_err();
+    assert!(refused.message.contains("auto fetches nothing"), "{refused:?}");
+    facts.kernels =
+        [("sums".to_string(), Kernel { source: Some("here".into()), ..Kernel::default() })].into();
+    assert_eq!(select(&specs, &facts, &problem(), "auto").unwrap().name, "one");
+}
+
+#[test]
+fn reshaped_weights_are_run_by_their_own_backend_alone() {
+    let specs = [spec("one", &json!({})), spec("two", &json!({}))];
+    let reshaped = Problem { reshaped_by: Some("two".into()), ..problem() };
+    assert_eq!(select(&specs, &cpu(), &reshaped, "auto").unwrap().name, "two");
+    let error = select(&specs, &cpu(), &reshaped, "one").unwrap_err();
+    assert_eq!(error.kind, ErrorKind::SwitchError);
+    assert_eq!(error.found.unwrap(), "weights that two has reshaped");
 }
 
 #[test]

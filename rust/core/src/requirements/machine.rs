@@ -14,15 +14,6 @@ fn machine(
     need(holds, BackendUnavailable, found, needed, hint)
 }
 
-pub fn not_in_this_version() -> Check {
-    machine(
-        false,
-        format!("routed-experts {}", env!("CARGO_PKG_VERSION")),
-        "a later version: this backend is not in this version yet",
-        "use backend=\"auto\" until then",
-    )
-}
-
 pub fn device(devices: &[String], facts: &Facts) -> Check {
     let hint = format!("move experts and hidden states to a {} device", devices.join(" or "));
     machine(devices.contains(&facts.device), format!("device {}", facts.device), devices.join(" or "), hint)

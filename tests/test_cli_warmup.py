@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import importlib
 import json
 
 import pytest
@@ -13,6 +13,7 @@ from routed_experts.backends.registry import REGISTRY
 from routed_experts.cli import main
 from routed_experts.errors import BackendUnavailable
 
+warmup = importlib.import_module("routed_experts.cli.warmup")  # the package's attribute is the command
 TINY = ("--shape", "4,2,32,16", "--device", "cpu", "--dtypes", "float32", "--tokens", "1,3")
 
 
@@ -35,9 +36,8 @@ def calls():
 
 
 def with_fetch(monkeypatch, fetch):
-    backends = REGISTRY.backends()
-    backends["external"] = dataclasses.replace(backends["external"], fetch=fetch)
-    monkeypatch.setattr(REGISTRY, "_backends", backends)
+    (_, run), *_ = REGISTRY.backends()["external"].rows
+    monkeypatch.setattr(run, "load", fetch, raising=False)
 
 
 def test_every_count_is_run_in_every_mode(calls):
@@ -51,11 +51,13 @@ def test_every_count_is_run_in_every_mode(calls):
 
 def test_kernels_of_others_are_fetched_for_the_backends_named(calls, monkeypatch):
     fetched = []
-    with_fetch(monkeypatch, lambda: fetched.append(1) or "kernels-community/x, revision 3")
+    with_fetch(monkeypatch, lambda: fetched.append(1))
+    status = [{"kernel": "external", "source": "kernels-community/x, revision 3"}]
+    monkeypatch.setattr(warmup, "kernel_status", lambda: status)
     assert json.loads(invoke(*TINY, "--backends", "eager", "--json").stdout)["steps"][0]["what"] != "fetch"
     assert fetched == []
     steps = json.loads(invoke(*TINY, "--backends", "external", "--json").stdout)["steps"]
-    assert (steps[0]["what"], steps[0]["done"]) == ("fetch", "kernels-community/x, revision 3")
+    assert (steps[0]["what"], steps[0]["done"]) == ("fetch", "loaded from kernels-community/x, revision 3")
     assert fetched == [1]
 
 
@@ -70,8 +72,9 @@ def test_what_cannot_be_fetched_or_run_ends_with_status_1(calls, monkeypatch):
         assert part in result.stdout
     result = invoke(*TINY, "--backends", "auto,deepgemm_megamoe", "--json")
     assert result.exit_code == 1
-    auto, megamoe = json.loads(result.stdout)["steps"]
+    fetched, auto, megamoe = json.loads(result.stdout)["steps"]
     assert auto["error"] is None
+    assert fetched["error"]["needed"]
     assert megamoe["error"]["needed"]
 
 
@@ -83,6 +86,6 @@ def test_an_unknown_backend_is_named_at_once():
 
 def test_files_that_caches_gained_are_counted(calls, monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    with_fetch(monkeypatch, lambda: (tmp_path / "kernel").mkdir() or "a kernel")
+    with_fetch(monkeypatch, lambda: (tmp_path / "kernel").mkdir())
     found = json.loads(invoke(*TINY, "--backends", "external", "--json").stdout)["new_cache_files"]
     assert found["TRITON_CACHE_DIR"] == {"folder": str(tmp_path), "entries": 1}

@@ -115,14 +115,9 @@ class Spec:
 
 @dataclass(frozen=True)
 class Backend:
-    """A named backend: its rows, each with the function that runs it.
-
-    ``fetch`` is for a backend whose kernels are somebody else's: it loads them, from a network if need be, and says in
-    a line what it loaded and from where. ``routed-experts warmup`` calls it, and nothing else does.
-    """
+    """A named backend: its rows, each with the function that runs it."""
 
     rows: tuple[tuple[Spec, Callable[..., Any]], ...]
-    fetch: Callable[[], str] | None = None
 
     @property
     def name(self) -> str:

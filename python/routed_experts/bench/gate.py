@@ -12,8 +12,8 @@ from routed_experts.bench.inputs import Inputs
 # norm(out - reference) / norm(reference). Two roundings of unit-scale sums are 4e-3 in bfloat16; TF32 is 3e-4.
 TOLERANCE = {torch.bfloat16: 8e-3, torch.float16: 1e-3, torch.float32: 1e-5}
 
-# Quantized weights beside eager's way over the same ones: what rounding tokens to a format or not can differ by.
-QUANTIZED = 6e-2
+# Quantized weights beside eager over the same ones, which never rounds tokens to a format: a backend may.
+QUANTIZED = 5e-2
 
 
 class WrongAnswer(Exception):

@@ -27,6 +27,7 @@ from routed_experts.cli.output import (
 )
 from routed_experts.cli.tune import make_layers
 from routed_experts.errors import RoutedExpertsError
+from routed_experts.loaders import kernel_status
 
 if TYPE_CHECKING:
     from routed_experts.tuning.measure import Layer
@@ -81,16 +82,22 @@ def warmup(ctx: click.Context, as_json: bool, **options: Any) -> None:
 
 
 def _fetches(names: list[str]) -> Iterator[dict[str, Any]]:
-    """Load the external kernels of the backends that have any."""
+    """Load the kernels that run functions bring from elsewhere, as their ``load`` says."""
     for name, backend in REGISTRY.backends().items():
-        if name in names and backend.fetch is not None:
+        load = next((run.load for _, run in backend.rows if hasattr(run, "load")), None)
+        if name in names and load is not None:
             step: dict[str, Any] = {"backend": name, "what": "fetch", "done": "", "seconds": 0.0, "error": None}
             start = time.perf_counter()
             try:
-                step["done"] = backend.fetch()
+                load()
+                step["done"] = f"loaded from {_source(name)}"
             except RoutedExpertsError as error:
                 step["error"] = describe_error(error)
             yield step | {"seconds": time.perf_counter() - start}
+
+
+def _source(name: str) -> str:
+    return next((one["source"] for one in kernel_status() if one["kernel"] == name), None) or "its own place"
 
 
 def _runs(layer: Layer, name: str, mode: str, counts: list[int]) -> dict[str, Any]:

@@ -7,8 +7,9 @@ import importlib
 import json
 import subprocess
 import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -73,6 +74,24 @@ def test_transformers_functions_are_candidates(bench, layer):
     for function in found.values():
         torch.testing.assert_close(function(*sets[0]), bench.inputs.reference(layer.module, sets[0]))
     assert set(bench.candidates.peers(layer.module, 65, bench.Choice((), False, 64))) == {"transformers grouped_mm"}
+
+
+def test_a_kernel_of_another_library_is_a_candidate_where_it_is(bench, layer, monkeypatch):
+    def fused_experts(x, up, down, scores, index):
+        assert (scores.dtype, index.dtype) == (torch.float32, torch.int32)
+        return bench.inputs.reference(layer.module, bench.inputs.Inputs(x, index, scores))
+
+    names = ["vllm", "vllm.model_executor", "vllm.model_executor.layers", "vllm.model_executor.layers.fused_moe"]
+    for name in names:
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    sys.modules["vllm"].__spec__ = ModuleSpec("vllm", None)
+    assert bench.candidates._vllm(layer.module) == {}
+    on_device = SimpleNamespace(down_proj=SimpleNamespace(is_cuda=True), gate_up_proj=None)
+    assert bench.candidates._vllm(on_device) == {}  # the package is there, the kernel is not
+    sys.modules[names[-1]].fused_experts = fused_experts
+    (function,) = bench.candidates._vllm(on_device).values()
+    (one, *_) = bench.inputs.draw(layer.shape, torch.float32, 3, "skewed", "cpu")
+    torch.testing.assert_close(function(*one), bench.inputs.reference(layer.module, one))
 
 
 @pytest.mark.parametrize(

@@ -381,6 +381,19 @@ class TestTheCommand:
         assert result.exit_code == 1
         assert "needed: a file that tune wrote" in result.stderr
 
+    def test_pinned_experts_run_on_their_row_whatever_is_asked_for(self):
+        from routed_experts.selection import Selection, pin
+
+        weights = rx.ExpertWeights(gate_up_proj=torch.randn(4, 32, 32), down_proj=torch.randn(4, 32, 16))
+        spec = rx.Spec(name="eager", path="other")
+        row = Selection("eager", "other", (), 0, "", spec, lambda experts, x, index, scores: torch.full_like(x, 7.0))
+        x, index, scores = torch.randn(3, 32), torch.zeros(3, 2, dtype=torch.long), torch.ones(3, 2)
+        pinned = pin(weights.with_tensors(dict(weights._tensors)), row)
+        for _ in range(2):
+            for backend in ("eager", "grouped_mm", "auto"):
+                assert rx.run_experts(x, index, scores, pinned, backend=backend).unique().tolist() == [7.0]
+        assert rx.run_experts(x, index, scores, weights).unique().numel() > 1
+
     def test_every_row_is_measured_and_not_its_backends_best(self, cache):
         """Of grouped_mm's two ways on a CPU, each has a time of its own."""
         keep(cache, {})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -84,17 +85,36 @@ def _float32(weights: rx.ExpertWeights) -> rx.ExpertWeights:
 
 
 def peers(layer: Experts, pairs: int, choice: Choice) -> dict[str, Function]:
-    """transformers' functions of its experts interface, where it is installed."""
+    """Functions of other libraries that are installed: transformers' experts interface, vLLM's Triton kernel."""
     if choice.skip_peers:
         return {}
+    return _transformers(layer, pairs <= choice.most_copies) | _vllm(layer)
+
+
+def _transformers(layer: Experts, copies: bool) -> dict[str, Function]:
     try:
         from transformers.integrations import moe
     except ImportError:
         return {}
     found: dict[str, Function] = {f"{PEER} grouped_mm": functools.partial(moe.grouped_mm_experts_forward, layer)}
-    if pairs <= choice.most_copies:
+    if copies:
         found[f"{PEER} batched_mm"] = functools.partial(moe.batched_mm_experts_forward, layer)
     return found
+
+
+def _vllm(layer: Experts) -> dict[str, Function]:
+    # Of a package of that size, importing fails in many ways; a build for CPUs has no such kernel.
+    if not layer.down_proj.is_cuda or importlib.util.find_spec("vllm") is None:
+        return {}
+    try:
+        from vllm.model_executor.layers.fused_moe import fused_experts
+    except Exception:
+        return {}
+
+    def run(x: Tensor, index: Tensor, scores: Tensor) -> Tensor:
+        return fused_experts(x, layer.gate_up_proj, layer.down_proj, scores.float(), index.int())
+
+    return {"vllm fused_experts": run}
 
 
 def ours(backends: Ours, tokens: int, choice: Choice) -> tuple[dict[str, Function], dict[str, str]]:

@@ -116,4 +116,5 @@ def _mark_crossings(ax: Axes, group: Group) -> None:
             rotation=90,
             va="top",
             fontsize=8,
+            bbox={"facecolor": "white", "alpha": 0.8, "edgecolor": "none", "pad": 1},
         )

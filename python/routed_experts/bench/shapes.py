@@ -23,6 +23,13 @@ SHAPES = {
     "mixtral": Shape(8, 2, 4096, 14336),
     "deepseek-v3": Shape(256, 8, 7168, 2048),
     "gpt-oss-like": Shape(128, 4, 2880, 2880),
+    "gpt-oss-20b": Shape(32, 4, 2880, 2880),
+    "olmoe": Shape(64, 8, 2048, 1024),
+    "deepseek-v2-lite": Shape(64, 6, 2048, 1408),
+    "phi-3.5-moe": Shape(16, 2, 4096, 6400),
+    "glm-4.5-air": Shape(128, 8, 4096, 1408),
+    "qwen3-235b": Shape(128, 8, 4096, 1536),
+    "qwen3-next-80b": Shape(512, 10, 2048, 512),
 }
 DEFAULTS = {
     "cpu": ("qwen1.5-moe", "qwen3-30b", "mixtral-eighth"),

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import torch
 
+from routed_experts.bench.shapes import SHAPES
 from routed_experts.cli.options import layer_of
 from routed_experts.cli.output import Command, print_json
 from routed_experts.cli.progress import Live
@@ -26,7 +27,7 @@ _FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 
 @click.command(cls=Command)
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), help="[default: what this machine has]")
-@click.option("--shapes", "names", help="Comma-separated names of models' layers. [default: one of them]")
+@click.option("--shapes", "names", help=f"Of {', '.join(SHAPES)}; or --shape. [default: one]")
 @click.option("--shape", "sizes", multiple=True, help="E,K,H,I of a shape of one's own; may be repeated.")
 @click.option("--checkpoint", type=_FOLDER, help="Measure a layer of this safetensors folder.")
 @click.option("--layer", type=click.IntRange(min=0), default=0, show_default=True, help="Layer of --checkpoint.")
@@ -37,7 +38,7 @@ _FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 @click.option("--routing", default="skewed", show_default=True, help="skewed, balanced, or files that hold a routing.")
 @click.option("--modes", default="eager", show_default=True, help="eager, compiled and, on CUDA, graph.")
 @click.option("--backends", default="", help="Leave out all backends but these; auto is a name here.")
-@click.option("--skip-peers", is_flag=True, help="Leave transformers' functions out.")
+@click.option("--skip-peers", is_flag=True, help="Leave other libraries' functions out.")
 @click.option("--seconds", default=1.0, show_default=True, help="For each row and mode, all candidates together.")
 @click.option("--most-copies", default=64, show_default=True, help="Most (token, slot) pairs for batched_mm.")
 @click.option("--json", "json_file", type=_FILE, is_flag=False, flag_value=STDOUT, help="Write JSON; - for stdout.")

@@ -16,7 +16,7 @@ from click.testing import CliRunner, Result
 from safetensors.torch import save_file
 from test_benches import ROW, SETTING
 
-from routed_experts.bench import crossings, measure, picture, run
+from routed_experts.bench import crossings, measure, page, picture, run
 from routed_experts.bench.recorded import Recorded
 from routed_experts.cli import main
 from routed_experts.errors import LayoutError
@@ -53,11 +53,11 @@ def test_every_file_is_written(tmp_path):
     one = next(line for line in lines if line["candidate"] == "eager" and line["tokens"] == "5")
     assert float(one["us"]) == report["rows"][1]["us"]["eager"]
     assert files["png"].read_bytes().startswith(b"\x89PNG")
-    page = files["html"].read_text()
-    assert "grouped_mm" in page
+    text = files["html"].read_text()
+    assert "grouped_mm" in text
     # Nothing is loaded from elsewhere: the page works without a network.
-    assert not re.findall(r"<(?:script|link|img)[^>]+(?:src|href)=", page)
-    assert "Plotly.newPlot" in page
+    assert not re.findall(r"<(?:script|link|img)[^>]+(?:src|href)=", text)
+    assert "Plotly.newPlot" in text
     assert sorted(file.name for file in tmp_path.iterdir()) == sorted(file.name for file in files.values())
 
 
@@ -129,6 +129,16 @@ def test_crossings_lie_where_lines_meet():
     assert first[0] == pytest.approx(4.0)
     # c has no time below: the mean on the logarithmic axis.
     assert second == (pytest.approx(32.0), "b", "c")
+
+
+def test_crossings_are_marked_on_the_page(tmp_path):
+    pytest.importorskip("plotly")
+    rows = [row(1, a=10.0, b=40.0), row(16, a=160.0, b=40.0)]
+    report = {"rows": rows, "machine": {"device": "a <b> device"}, "versions": {}, "date": "", "command": "x"}
+    page.write_html(tmp_path / "out.html", report)
+    text = (tmp_path / "out.html").read_text()
+    assert "b from T=4" in text
+    assert "a &lt;b&gt; device" in text
 
 
 def test_an_older_run_is_compared_row_by_row(tmp_path):

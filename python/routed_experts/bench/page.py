@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
 <title>routed-experts bench</title>
 <style>body{{font:15px system-ui,sans-serif;margin:1.5em;color:#222}}table{{border-collapse:collapse;margin:1em 0}}
-td,th{{padding:.25em .8em;border-bottom:1px solid #ddd;text-align:right}}
+td,th{{padding:.25em .8em;white-space:nowrap;border-bottom:1px solid #ddd;text-align:right}}
 :is(td,th):first-child{{text-align:left}}
 pre{{overflow:auto;background:#f6f6f6;padding:1em}}</style></head><body>
 <h1>routed-experts bench</h1><p>{subtitle}</p><p><code>{command}</code></p>
@@ -56,7 +57,8 @@ def _figure(found: list[Group]) -> Any:
     for row, group in enumerate(found, 1):
         for column, per_floor in enumerate((False, True), 1):
             _panel(figure, row, column, group, styles, shown, per_floor)
-    figure.update_layout(height=460 * len(found) + 80, template="plotly_white", legend={"orientation": "h"})
+    legend = {"orientation": "h", "yanchor": "bottom", "y": 1 + 0.1 / len(found)}
+    figure.update_layout(height=460 * len(found) + 80, template="plotly_white", legend=legend)
     return figure
 
 
@@ -81,12 +83,17 @@ def _panel(
         trace |= {"mode": "lines" if name == "floor" else "lines+markers", "showlegend": name not in shown}
         figure.add_trace(trace, **where)
         shown.add(name)
-    figure.update_xaxes(type="log", tickvals=counts, title_text="T, tokens in the call", **where)
+    figure.update_xaxes(
+        type="log", tickvals=counts, ticktext=list(map(str, counts)), title_text="T, tokens in the call", **where
+    )
     label = "multiple of the floor" if per_floor else "microseconds a call"
     figure.update_yaxes(type="log", title_text=label, tickvals=_TICKS if per_floor else None, **where)
     for tokens, _, after in group.crossings():
-        note = f"{after} from T={tokens:.0f}"
-        figure.add_vline(tokens, line={"dash": "dashdot", "width": 1}, annotation_text=note, **where)
+        figure.add_vline(tokens, line={"dash": "dashdot", "width": 1}, **where)
+        # Shapes on a logarithmic axis stand at values, annotations at their logarithms.
+        note = {"text": f"{after} from T={tokens:.0f}", "x": math.log10(tokens), "y": 0.98, "yref": "y domain"}
+        note |= {"xanchor": "left", "yanchor": "top", "showarrow": False}
+        figure.add_annotation(textangle=-90, font={"size": 10}, **note, **where)
 
 
 def _table(group: Group) -> str:

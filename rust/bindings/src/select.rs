@@ -33,7 +33,8 @@ impl Registry {
         measured: Option<&Bound<'py, PyAny>>,
     ) -> PyResult<Bound<'py, PyAny>> {
         let (facts, problem): (Facts, Problem) = (read("facts", facts)?, read("problem", problem)?);
-        let curves: Vec<Curve> = measured.map_or_else(|| Ok(Vec::new()), |curves| read("measured", curves))?;
+        let curves: Vec<Curve> =
+            measured.map_or_else(|| Ok(Vec::new()), |curves| read("measured", curves))?;
         let selection = py.detach(|| select_measured(&self.specs, &facts, &problem, backend, &curves));
         Ok(pythonize(py, &selection.map_err(|error| to_python(py, error))?)?)
     }

@@ -147,7 +147,8 @@ impl<'a> Candidate<'a> {
     fn judge(row: usize, spec: &'a Spec, facts: &Facts, problem: &Problem, curves: &[Curve]) -> Self {
         let refusal = refusal(spec, facts, problem, Class::Module);
         let cost = spec.cost.get(&facts.device).filter(|_| refusal.is_none());
-        let tuned = measured(curves, &spec.name, &spec.path, problem.num_tokens).filter(|_| refusal.is_none());
+        let tuned =
+            measured(curves, &spec.name, &spec.path, problem.num_tokens).filter(|_| refusal.is_none());
         let predicted_us = tuned.or_else(|| cost.map(|cost| cost.predict(problem)));
         let only_by_name =
             if refusal.is_some() { None } else { by_name_only(spec, cost, predicted_us, facts, problem) };

@@ -22,6 +22,14 @@ _LINK = re.compile(r"\[([^\]]+)\]\((?!https?://|#|mailto:)([^)#\s]+)(#[^)]*)?\)"
 _LANGUAGES = {".py": "python", ".rs": "rust", ".toml": "toml", ".json": "json", ".md": "markdown"}
 
 
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Put pages of docs/ that the navigation does not name at the end of its section "How to"."""
+    named = str(config.nav)
+    guides = next(section["How to"] for section in config.nav or [] if "How to" in section)
+    guides += [path.name for path in sorted((ROOT / "docs").glob("*.md")) if f"'{path.name}'" not in named]
+    return config
+
+
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages that stand elsewhere, and a page for every file that one of them or of docs/ links to."""
     for page, source in PAGES.items():

@@ -10,7 +10,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import behaviour
 import pytest
@@ -157,6 +157,16 @@ class TestTheSite:
         commands = (tmp_path / "site" / "reference" / "command-line.html").read_text()
         assert all(f"--{option}" in commands for option in ("compare", "budget", "explain"))
         assert "run_experts" in (tmp_path / "site" / "index.html").read_text()
+
+    def test_a_new_page_is_in_the_navigation(self):
+        pytest.importorskip("mkdocs", reason="the site is built with the extra [dev]")
+
+        class Config:
+            nav: ClassVar = [{"Home": "index.md"}, {"How to": [{"Measure": "measure.md"}]}, {"Auto": "auto.md"}]
+
+        (_, guides, _) = script("site_hooks").on_config(Config()).nav
+        assert {"tutorial.md", "variables.md"} < set(map(str, guides["How to"]))
+        assert not {"measure.md", "auto.md"} & set(map(str, guides["How to"][1:]))
 
     def test_links_to_files_become_pages_and_folders_become_text(self):
         pytest.importorskip("mkdocs", reason="the site is built with the extra [dev]")

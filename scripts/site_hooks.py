@@ -50,7 +50,15 @@ def reference() -> str:
     tree = ast.parse((ROOT / "python" / "routed_experts" / "__init__.py").read_text())
     lists = (node.value for node in tree.body if isinstance(node, ast.Assign))
     names = [name for value in lists for name in ast.literal_eval(value) if not name.startswith("_")]
-    parts = [f"::: routed_experts.{name}" for name in sorted(names, key=lambda name: (name[0].isupper(), name))]
+    imported = [(node.module, one.name) for node in tree.body if isinstance(node, ast.ImportFrom) for one in node.names]
+    # A function that a package of the same name hides is asked for where it stands.
+    hidden = {
+        name: f"{module}.{name}" for module, name in imported if f"{module}.".startswith(f"routed_experts.{name}.")
+    }
+    parts = [
+        f"::: {hidden.get(name, f'routed_experts.{name}')}"
+        for name in sorted(names, key=lambda name: (name[0].isupper(), name))
+    ]
     return "# Python\n\n" + "\n\n".join(parts) + "\n"
 
 

@@ -54,11 +54,12 @@ lint-rust:
 	cargo fmt --all --check
 	cargo clippy --workspace --all-targets --locked -- -D warnings
 
-format: $(READY) ## Format both languages, fix what can be fixed, refresh the README table
+format: $(READY) ## Format both languages, fix what can be fixed, refresh the tables
 	$(PY) -m ruff check --fix $(wildcard $(PY_PATHS))
 	$(PY) -m ruff format $(wildcard $(PY_PATHS))
 	cargo fmt --all
 	$(PY) scripts/backends_table.py --write
+	$(PY) scripts/regret_table.py --write
 
 stubtest: $(READY) ## Compare _core.pyi with the built module
 	$(PY) -m mypy.stubtest routed_experts._core
@@ -68,6 +69,7 @@ licenses: $(READY) ## Check the licences of the dependencies, offline
 
 table: $(READY)
 	$(PY) scripts/backends_table.py --check
+	$(PY) scripts/regret_table.py --check
 
 # Zig's linker binds to an old glibc whatever the build machine has; maturin refuses a tag that is not true.
 wheel: $(READY) ## Build the wheel that is released into dist/
@@ -83,9 +85,9 @@ bench: $(READY) ## Run the benchmarks of benches/
 	cargo bench -p routed-experts-core
 	set -e; for file in benches/bench_*.py; do $(PY) $$file; done
 
-doc: $(READY) ## Write the reference of both languages (site/, target/doc/)
+doc: $(READY) ## Build the documentation site and the reference of the Rust core (site/, target/doc/); warnings fail
 	RUSTDOCFLAGS='-D warnings' cargo doc --workspace --no-deps --locked
-	$(PY) -m pdoc --output-directory site routed_experts
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --clean --quiet
 
 hooks: $(READY) ## Install the pre-commit hooks
 	$(PY) -m pre_commit install

@@ -18,13 +18,13 @@ from typing import Any
 
 import click
 import torch
-from bench_experts import split
-from experts_bench import candidates, gate, inputs, report, shapes, timing
-from experts_bench.candidates import PEER, reason
 from rich.table import Table
 from torch import Tensor
 
 import routed_experts as rx
+from routed_experts.bench import candidates, gate, inputs, report, shapes, timing
+from routed_experts.bench.candidates import PEER, reason
+from routed_experts.cli.bench import split
 
 # Beside the result's: the largest of four gradients, each of which is rounded once more on its way.
 SLACK = 2

@@ -19,7 +19,7 @@ ROW = {"shape", "sizes", "dtype", "tokens", "routing", "error", "us", "peak_byte
 def bench(monkeypatch):
     monkeypatch.syspath_prepend(BENCHES)
     yield importlib.import_module("bench_training")
-    for name in [name for name in sys.modules if name.startswith(("bench_", "experts_bench"))]:
+    for name in [name for name in sys.modules if name.startswith("bench_")]:
         del sys.modules[name]
 
 

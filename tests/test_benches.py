@@ -1,4 +1,4 @@
-"""bench_experts.py: what it writes, and that nothing wrong or impossible gets a time."""
+"""bench: what it writes, and that nothing wrong or impossible gets a time."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import importlib
 import json
 import subprocess
 import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -18,19 +19,19 @@ import routed_experts as rx
 BENCHES = Path(__file__).resolve().parent.parent / "benches"
 SETTING = {"command", "date", "versions", "machine", "ceilings", "rows"}
 ROW = {
-    "shape", "sizes", "dtype", "tokens", "routing", "sets", "experts_hit", "busiest_to_mean", "floor", "error",
-    "failed", "us", "graph_us", "no_graph", "auto_is", "x_floor", "published_x_floor", "x_published",
-    "auto_to_best_peer",
+    "shape", "sizes", "dtype", "quantization", "tokens", "routing", "sets", "experts_hit", "busiest_to_mean", "floor",
+    "error", "failed", "us", "no_eager", "compiled_us", "no_compile", "graph_us", "no_graph", "auto_is", "x_floor",
+    "published_x_floor", "x_published", "auto_to_best_peer",
 }  # fmt: skip
 RATES = {"matmul_tflops": {"float32": 10.0, "bfloat16": 800.0}, "copy_gb_s": 4000.0, "read_gb_s": 4500.0}
 
 
 @pytest.fixture
-def bench(monkeypatch):
-    monkeypatch.syspath_prepend(BENCHES)
-    yield importlib.import_module("bench_experts")
-    for name in [name for name in sys.modules if name.startswith(("bench_experts", "experts_bench"))]:
-        del sys.modules[name]
+def bench():
+    names = ("candidates", "floor", "gate", "inputs", "measure", "report", "shapes", "timing")
+    parts = {name: importlib.import_module(f"routed_experts.bench.{name}") for name in names}
+    parts |= {name: getattr(parts["measure"], name) for name in ("Choice", "Layer", "ratios")}
+    return SimpleNamespace(**parts)
 
 
 @pytest.fixture
@@ -73,6 +74,24 @@ def test_transformers_functions_are_candidates(bench, layer):
     for function in found.values():
         torch.testing.assert_close(function(*sets[0]), bench.inputs.reference(layer.module, sets[0]))
     assert set(bench.candidates.peers(layer.module, 65, bench.Choice((), False, 64))) == {"transformers grouped_mm"}
+
+
+def test_a_kernel_of_another_library_is_a_candidate_where_it_is(bench, layer, monkeypatch):
+    def fused_experts(x, up, down, scores, index):
+        assert (scores.dtype, index.dtype) == (torch.float32, torch.int32)
+        return bench.inputs.reference(layer.module, bench.inputs.Inputs(x, index, scores))
+
+    names = ["vllm", "vllm.model_executor", "vllm.model_executor.layers", "vllm.model_executor.layers.fused_moe"]
+    for name in names:
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    sys.modules["vllm"].__spec__ = ModuleSpec("vllm", None)
+    assert bench.candidates._vllm(layer.module) == {}
+    on_device = SimpleNamespace(down_proj=SimpleNamespace(is_cuda=True), gate_up_proj=None)
+    assert bench.candidates._vllm(on_device) == {}  # the package is there, the kernel is not
+    sys.modules[names[-1]].fused_experts = fused_experts
+    (function,) = bench.candidates._vllm(on_device).values()
+    (one, *_) = bench.inputs.draw(layer.shape, torch.float32, 3, "skewed", "cpu")
+    torch.testing.assert_close(function(*one), bench.inputs.reference(layer.module, one))
 
 
 @pytest.mark.parametrize(
@@ -241,23 +260,3 @@ def test_card_is_the_line_of_its_device(bench):
     assert found["driver"] == "580.2"
     assert found["clocks.sm"] == "1980 MHz"
     assert bench.report.parse_card("no devices were found\n", "bb") == {}
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        ["--shapes", "nothing"],
-        ["--shape", "1,2,3"],
-        ["--shape", "1,2,8,8"],
-        ["--modes", "graph"],
-        ["--tokens", "1,x"],
-        ["--tokens", "0"],
-        ["--tokens", ""],
-    ],
-)
-def test_options_that_make_no_sense_are_refused(bench, options):
-    from click.testing import CliRunner
-
-    result = CliRunner().invoke(bench.main, options)
-    assert result.exit_code == 2, result.output
-    assert "Usage" in result.output

@@ -19,6 +19,7 @@ from routed_experts.backends.spec import Spec
 from routed_experts.errors import BackendUnavailable, DtypeError, LayoutError
 from routed_experts.facts import Facts, batched_budget, environment, facts_for, parse_device
 from routed_experts.problem import bucket, dtype_name, problem_fields
+from routed_experts.tuning.profile import measured
 
 logger = logging.getLogger("routed_experts")
 logger.addHandler(logging.NullHandler())
@@ -38,7 +39,8 @@ class Decision:
     """What was decided about one backend.
 
     ``found``, ``needed`` and ``error`` (the name of an error class) are None when it is accepted; ``hint``
-    then says why ``auto`` passes it over, if it does. ``predicted_us`` is None where no cost is known.
+    then says why ``auto`` passes it over, if it does. ``predicted_us`` is None where no cost is known; ``tuned``
+    says that it was measured on this machine, and is not the default.
     """
 
     backend: str
@@ -49,6 +51,7 @@ class Decision:
     hint: str | None
     error: str | None
     predicted_us: float | None
+    tuned: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """Return the decision as plain data."""
@@ -57,7 +60,9 @@ class Decision:
     def __str__(self) -> str:
         if not self.accepted:
             return f"cannot run: found {self.found}, needed {self.needed}; {self.hint}"
-        cost = "can run" if self.predicted_us is None else f"can run, predicted {self.predicted_us:.1f} us"
+        figures = "tuned" if self.tuned else "default"
+        us = "" if self.predicted_us is None else f", predicted {self.predicted_us:.1f} us ({figures} figures)"
+        cost = f"can run{us}"
         return f"{cost}; {self.hint}" if self.hint else cost
 
 
@@ -282,8 +287,27 @@ def _problem(fields: dict[str, Any], num_tokens: int, asked: Asked) -> dict[str,
     }
 
 
+def as_problem(
+    experts: Any, num_tokens: int, num_top_k: int, dtype: torch.dtype, *, backend: str = "auto", capturing: bool = False
+) -> dict[str, Any]:
+    """Return a call without gradients on one device as the plain data that is decided by."""
+    asked = (num_top_k, dtype, backend, False, False, capturing, False, False)
+    return _problem(problem_fields(experts), num_tokens, asked)
+
+
+def pin(experts: Any, selection: Selection) -> Any:
+    """Return the same experts, whose calls run on one row whatever is asked for: to measure it, or to test it."""
+
+    class Pinned(dict[Any, Selection]):
+        def get(self, key: Any, default: Any = None) -> Selection:
+            return selection
+
+    experts.__dict__.update(_choices=Pinned(), _prepared={}, _plans={})
+    return experts
+
+
 def _select(table: Table, facts: Facts, problem: dict[str, Any], backend: str) -> Selection:
-    found = table.core.select(facts.to_dict(), problem, backend)
+    found = table.core.select(facts.to_dict(), problem, backend, measured(facts, problem))
     spec, run = table.rows[found["row"]]
     first = next(index for index, (other, _) in enumerate(table.rows) if other.name == spec.name)
     return Selection(

@@ -35,7 +35,9 @@ BACKEND = Backend(
                 requires=({"kind": "dynamic_activation_scales"},),
                 cost={
                     "cpu": Cost(call_us=90, bytes_per_us=3e3, flops_per_us=1e4, copies_weights=True),
-                    "cuda": Cost(call_us=430, bytes_per_us=1.75e6, flops_per_us=1e8, copies_weights=True),
+                    "cuda": Cost(
+                        call_us=430, captured_us=35, bytes_per_us=1.75e6, flops_per_us=1e8, copies_weights=True
+                    ),
                 },
             ),
             run,

@@ -81,7 +81,12 @@ BACKEND = Backend(
             _HALVES_AND_FLOAT,
             {"kind": "torch", "min": "2.9"},
         ),
-        _row("torch", "cuda", Cost(call_us=650, bytes_per_us=3.8e6, flops_per_us=4.5e8), *_TORCH_ON_CUDA),
+        _row(
+            "torch",
+            "cuda",
+            Cost(call_us=650, captured_us=85, bytes_per_us=3.8e6, flops_per_us=4.5e8),
+            *_TORCH_ON_CUDA,
+        ),
         _row("loop", "cpu", Cost(call_us=60, expert_us=4, bytes_per_us=25e3, flops_per_us=2e5)),
         _row(
             "loop",

@@ -27,10 +27,11 @@ class Cost:
 
     predicted_us = call_us + expert_us * experts hit + max(bytes / bytes_per_us, flops / flops_per_us), where
     bytes counts the weights of the experts hit once (``weight_passes`` times) or, with ``copies_weights``,
-    once for every (token, slot) pair.
+    once for every (token, slot) pair. Inside a CUDA graph ``captured_us`` stands for ``call_us``, if it is given.
     """
 
     call_us: float
+    captured_us: float | None = None
     expert_us: float = 0.0
     bytes_per_us: float
     flops_per_us: float

@@ -68,9 +68,10 @@ class Numbers(click.ParamType):
 @click.option("--interleaved", is_flag=True, help="Gate and up rows alternate.")
 @click.option("--bias", is_flag=True, help="Both projections have a bias.")
 @click.option("--activation", default="silu", show_default=True)
+@click.option("--explain", is_flag=True, help="Print every decision as a line of text instead of a table.")
 @json_option
 @click.pass_context
-def select(ctx: click.Context, as_json: bool, **options: Any) -> None:
+def select(ctx: click.Context, as_json: bool, explain: bool, **options: Any) -> None:
     """Explain the choice of a backend for --shape E,K,H,I or for a layer of --checkpoint."""
     _check_source(ctx, options)
     facts = _facts(options["device"], options["capability"])
@@ -85,6 +86,8 @@ def select(ctx: click.Context, as_json: bool, **options: Any) -> None:
     )
     if as_json:
         print_json(selection.to_dict())
+    elif explain:
+        click.echo(selection.explain())
     else:
         _print_selection(selection)
 
@@ -150,8 +153,9 @@ def _print_selection(selection: Any) -> None:
     console = open_console()
     way = f" ({selection.path})" if selection.path else ""
     console.print(f"Selected: {selection.name}{way}\n")
-    table = make_table(console, "Backend", "Runs this", "Predicted", "Why, and what to do")
+    table = make_table(console, "Backend", "Runs this", "Predicted", "Figures", "Why, and what to do")
     for one in selection.decisions:
         why = reasons(one.found, one.needed, one.hint)
-        table.add_row(one.backend, verdict(one.accepted), duration(one.predicted_us), why)
+        figures = "-" if one.predicted_us is None else "tuned" if one.tuned else "default"
+        table.add_row(one.backend, verdict(one.accepted), duration(one.predicted_us), figures, why)
     print_section(console, "Decisions", table)

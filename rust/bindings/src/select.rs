@@ -4,7 +4,8 @@ use pyo3::prelude::*;
 use pythonize::{depythonize, pythonize};
 use routed_experts_core::error::{CoreError, ErrorKind};
 use routed_experts_core::facts::{Facts, Problem};
-use routed_experts_core::select::{Spec, check_name, machine_decisions, select};
+use routed_experts_core::profile::Curve;
+use routed_experts_core::select::{Spec, check_name, machine_decisions, select_measured};
 use serde::de::DeserializeOwned;
 
 use crate::errors::to_python;
@@ -22,15 +23,19 @@ impl Registry {
         Ok(Self { specs: read("specs", specs)? })
     }
 
+    #[pyo3(signature = (facts, problem, backend, measured = None))]
     fn select<'py>(
         &self,
         py: Python<'py>,
         facts: &Bound<'py, PyAny>,
         problem: &Bound<'py, PyAny>,
         backend: &str,
+        measured: Option<&Bound<'py, PyAny>>,
     ) -> PyResult<Bound<'py, PyAny>> {
         let (facts, problem): (Facts, Problem) = (read("facts", facts)?, read("problem", problem)?);
-        let selection = py.detach(|| select(&self.specs, &facts, &problem, backend));
+        let curves: Vec<Curve> =
+            measured.map_or_else(|| Ok(Vec::new()), |curves| read("measured", curves))?;
+        let selection = py.detach(|| select_measured(&self.specs, &facts, &problem, backend, &curves));
         Ok(pythonize(py, &selection.map_err(|error| to_python(py, error))?)?)
     }
 

@@ -10,6 +10,9 @@ use crate::facts::Problem;
 pub struct Cost {
     /// Microseconds of every call.
     pub call_us: f64,
+    /// The same inside a CUDA graph, where the host does nothing; `call_us` where it is not given.
+    #[serde(default)]
+    pub captured_us: Option<f64>,
     /// Microseconds for each distinct expert hit.
     pub expert_us: f64,
     /// Bytes moved in a microsecond.
@@ -29,7 +32,8 @@ impl Cost {
         let copies = if self.copies_weights { problem.pairs() as f64 } else { hit };
         let bytes = copies * expert_bytes(problem) * self.weight_passes + activation_bytes(problem);
         let work = (bytes / self.bytes_per_us).max(flops(problem) / self.flops_per_us);
-        self.call_us + self.expert_us * hit + work
+        let call = if problem.capturing { self.captured_us.unwrap_or(self.call_us) } else { self.call_us };
+        call + self.expert_us * hit + work
     }
 
     /// Bytes of weights a call copies.
@@ -92,6 +96,7 @@ mod tests {
     fn cost(copies_weights: bool) -> Cost {
         Cost {
             call_us: 10.0,
+            captured_us: Some(3.0),
             expert_us: 2.0,
             bytes_per_us: 100.0,
             flops_per_us: 1e9,
@@ -151,6 +156,14 @@ mod tests {
         assert!((gib - 288.0).abs() < 1e-9);
         assert!(cost(false).copied_bytes(&large).abs() < 1e-9);
         assert!(cost(true).predict(&large) > 100.0 * cost(false).predict(&large));
+    }
+
+    #[test]
+    fn a_captured_call_leaves_the_host_out() {
+        let captured = Problem { capturing: true, ..problem() };
+        assert!((cost(false).predict(&captured) - (3.0 + 2.0 + 1.68)).abs() < 1e-9);
+        let unknown = Cost { captured_us: None, ..cost(false) };
+        assert!((unknown.predict(&captured) - unknown.predict(&problem())).abs() < 1e-9);
     }
 
     #[test]

@@ -6,6 +6,7 @@ pub mod experts;
 pub mod facts;
 pub mod launch;
 pub mod layout;
+pub mod profile;
 mod report;
 pub mod requirements;
 pub mod select;

@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 use crate::cost::Cost;
 use crate::error::{CoreError, ErrorKind};
 use crate::facts::{Facts, Problem};
+use crate::profile::{Curve, measured};
 use crate::report;
 use crate::requirements::{self, Class, Rejection, Requirement};
 
@@ -50,6 +51,8 @@ pub struct Decision {
     pub error: Option<ErrorKind>,
     /// Predicted microseconds, where a cost is known.
     pub predicted_us: Option<f64>,
+    /// Whether they were measured on this machine.
+    pub tuned: bool,
 }
 
 /// A choice and how it came about.
@@ -72,23 +75,38 @@ struct Candidate<'a> {
     on_device: bool,
     refusal: Option<(Class, Rejection)>,
     predicted_us: Option<f64>,
+    tuned: bool,
     only_by_name: Option<String>,
 }
 
-/// Chooses among `specs` for `problem` on the machine of `facts`.
+/// Chooses among `specs` for `problem` on the machine of `facts`; times are those of the rows' cost parameters.
 ///
 /// # Errors
-/// `UnknownBackend` for a name that no spec has; the refusal's own kind when the named backend cannot run;
-/// `BackendUnavailable` when `auto` finds none. A named backend is never replaced by another.
+/// As [`select_measured`].
 pub fn select(
     specs: &[Spec],
     facts: &Facts,
     problem: &Problem,
     backend: &str,
 ) -> Result<Selection, CoreError> {
+    select_measured(specs, facts, problem, backend, &[])
+}
+
+/// Chooses among `specs` for `problem` on the machine of `facts`; times are those of `curves` where they have any.
+///
+/// # Errors
+/// `UnknownBackend` for a name that no spec has; the refusal's own kind when the named backend cannot run;
+/// `BackendUnavailable` when `auto` finds none. A named backend is never replaced by another.
+pub fn select_measured(
+    specs: &[Spec],
+    facts: &Facts,
+    problem: &Problem,
+    backend: &str,
+    curves: &[Curve],
+) -> Result<Selection, CoreError> {
     check_name(specs, backend)?;
-    let candidates: Vec<_> =
-        specs.iter().enumerate().map(|(row, spec)| Candidate::judge(row, spec, facts, problem)).collect();
+    let judge = |(row, spec)| Candidate::judge(row, spec, facts, problem, curves);
+    let candidates: Vec<_> = specs.iter().enumerate().map(judge).collect();
     let groups = by_name(&candidates);
     let chosen = if backend == AUTO {
         cheapest(candidates.iter().filter(|candidate| candidate.for_auto()))
@@ -126,19 +144,22 @@ pub fn machine_decisions(specs: &[Spec], facts: &Facts) -> Vec<Decision> {
 }
 
 impl<'a> Candidate<'a> {
-    fn judge(row: usize, spec: &'a Spec, facts: &Facts, problem: &Problem) -> Self {
+    fn judge(row: usize, spec: &'a Spec, facts: &Facts, problem: &Problem, curves: &[Curve]) -> Self {
         let refusal = refusal(spec, facts, problem, Class::Module);
         let cost = spec.cost.get(&facts.device).filter(|_| refusal.is_none());
-        let only_by_name = if refusal.is_some() { None } else { by_name_only(spec, cost, facts, problem) };
-        let predicted_us = cost.map(|cost| cost.predict(problem));
+        let tuned =
+            measured(curves, &spec.name, &spec.path, problem.num_tokens).filter(|_| refusal.is_none());
+        let predicted_us = tuned.or_else(|| cost.map(|cost| cost.predict(problem)));
+        let only_by_name =
+            if refusal.is_some() { None } else { by_name_only(spec, cost, predicted_us, facts, problem) };
         let on_device = spec.devices.contains(&facts.device);
-        Self { row, spec, on_device, refusal, predicted_us, only_by_name }
+        Self { row, spec, on_device, refusal, predicted_us, tuned: tuned.is_some(), only_by_name }
     }
 
     fn on_machine(row: usize, spec: &'a Spec, facts: &Facts) -> Self {
         let refusal = refusal(spec, facts, &Problem::default(), Class::Source);
         let on_device = spec.devices.contains(&facts.device);
-        Self { row, spec, on_device, refusal, predicted_us: None, only_by_name: None }
+        Self { row, spec, on_device, refusal, predicted_us: None, tuned: false, only_by_name: None }
     }
 
     fn accepted(&self) -> bool {
@@ -161,6 +182,7 @@ impl<'a> Candidate<'a> {
             found: rejection.as_ref().map(|rejection| rejection.found.clone()),
             needed: rejection.map(|rejection| rejection.needed),
             predicted_us: self.predicted_us,
+            tuned: self.tuned,
         }
     }
 }
@@ -200,13 +222,19 @@ impl Rejection {
 }
 
 /// Why `auto` passes an accepted row over, if it does.
-fn by_name_only(spec: &Spec, cost: Option<&Cost>, facts: &Facts, problem: &Problem) -> Option<String> {
+fn by_name_only(
+    spec: &Spec,
+    cost: Option<&Cost>,
+    predicted_us: Option<f64>,
+    facts: &Facts,
+    problem: &Problem,
+) -> Option<String> {
     let gib = |bytes: f64| bytes / f64::from(1_u32 << 30);
     let (limit, copied) =
         (problem.scratch_limit_bytes as f64, cost.map_or(0.0, |cost| cost.copied_bytes(problem)));
     if !spec.auto {
         Some("auto never picks it: ask for it by name".into())
-    } else if cost.is_none() {
+    } else if predicted_us.is_none() {
         Some(format!("auto does not know its cost on {}: ask for it by name", facts.device))
     } else if let Some(name) = spec.requires.iter().find_map(|requirement| requirement.fetches(facts)) {
         Some(format!(

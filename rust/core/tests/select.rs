@@ -5,7 +5,8 @@
 use proptest::prelude::*;
 use routed_experts_core::error::ErrorKind;
 use routed_experts_core::facts::{Facts, Kernel, Problem};
-use routed_experts_core::select::{Decision, Spec, machine_decisions, select};
+use routed_experts_core::profile::Curve;
+use routed_experts_core::select::{Decision, Spec, machine_decisions, select, select_measured};
 use serde_json::{Value, json};
 
 fn spec(name: &str, change: &Value) -> Spec {
@@ -229,4 +230,46 @@ proptest! {
             }
         }
     }
+}
+
+fn curve(backend: &str, path: &str, us: f64) -> Curve {
+    Curve { backend: backend.into(), path: path.into(), tokens: vec![2, 8], us: vec![us, us] }
+}
+
+#[test]
+fn a_measured_time_stands_for_the_default_one() {
+    let specs = [
+        spec("one", &json!({"cost": {"cpu": cost(50.0)}})),
+        spec("two", &json!({"path": "a", "cost": {"cpu": cost(40.0)}})),
+        spec("two", &json!({"path": "b", "cost": {"cpu": cost(30.0)}})),
+    ];
+    let curves = [curve("one", "", 20.0), curve("two", "a", 1.0), curve("nobody", "", 0.1)];
+    let ask = |tokens, curves: &[Curve]| {
+        select_measured(&specs, &cpu(), &Problem { num_tokens: tokens, ..problem() }, "auto", curves).unwrap()
+    };
+    let tuned = ask(4, &curves);
+    assert_eq!((tuned.name.as_str(), tuned.path.as_str()), ("two", "a"));
+    let found: Vec<_> = tuned.decisions.iter().map(|one| (one.predicted_us, one.tuned)).collect();
+    assert_eq!(found, [(Some(20.0), true), (Some(1.0), true)]);
+    let outside = ask(9, &curves);
+    assert_eq!((outside.name.as_str(), outside.path.as_str()), ("two", "b"));
+    assert!(outside.decisions.iter().all(|one| !one.tuned));
+    assert_eq!(ask(4, &[]), select(&specs, &cpu(), &Problem { num_tokens: 4, ..problem() }, "auto").unwrap());
+}
+
+#[test]
+fn a_measured_time_allows_nothing() {
+    let specs = [
+        spec("plain", &json!({})),
+        spec("refused", &json!({"devices": ["cuda"]})),
+        spec("by_name", &json!({"auto": false})),
+        spec("costless", &json!({"cost": {}})),
+    ];
+    let curves = [curve("refused", "", 0.1), curve("by_name", "", 0.1), curve("costless", "", 0.2)];
+    let selection = select_measured(&specs, &cpu(), &problem(), "auto", &curves).unwrap();
+    // A row without a default cost is known once it was measured.
+    assert_eq!(selection.name, "costless");
+    let refused = decision(&selection.decisions, "refused");
+    assert_eq!((refused.accepted, refused.predicted_us, refused.tuned), (false, None, false));
+    assert_eq!(decision(&selection.decisions, "by_name").predicted_us, Some(0.1));
 }

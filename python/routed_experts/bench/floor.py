@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import itertools
 import statistics
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
-from experts_bench.shapes import Shape
-from experts_bench.timing import medians
+from routed_experts.bench.shapes import Shape
+from routed_experts.bench.timing import medians
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class Ceilings:
     read_gb_s: float
 
     def to_dict(self) -> dict[str, Any]:
+        """Return it as plain data."""
         return asdict(self)
 
 
@@ -41,6 +43,7 @@ class Floor:
     read_us: float  # the same with bytes at the rate of reading
 
     def to_dict(self) -> dict[str, Any]:
+        """Return it as plain data."""
         return asdict(self)
 
 
@@ -50,7 +53,7 @@ def measure(device: str, dtypes: list[str], seconds: float) -> Ceilings:
     tflops = {name: 2 * side**3 / _product(side, getattr(torch, name), device, seconds) / 1e6 for name in dtypes}
     source = torch.rand(count, device=device)
     target = torch.empty_like(source)
-    moves = {"copy": lambda: target.copy_(source), "read": lambda: source.sum()}
+    moves: dict[str, Callable[[], object]] = {"copy": lambda: target.copy_(source), "read": lambda: source.sum()}
     us = medians(moves, 1, device, seconds)
     return Ceilings(tflops, 2 * source.nbytes / us["copy"] / 1e3, source.nbytes / us["read"] / 1e3)
 
@@ -71,10 +74,16 @@ def _product(side: int, dtype: torch.dtype, device: str, seconds: float) -> floa
     return 1e3 * statistics.median(start.elapsed_time(end) for start, end in itertools.pairwise(marks))
 
 
-def floor(shape: Shape, tokens: int, dtype: str, experts_hit: float, ceilings: Ceilings) -> Floor:
-    """Return the floor of calls of ``tokens`` that hit ``experts_hit`` distinct experts in the mean."""
+def floor(
+    shape: Shape, tokens: int, dtype: str, experts_hit: float, ceilings: Ceilings, weight_bytes: float | None = None
+) -> Floor:
+    """Return the floor of calls of ``tokens`` that hit ``experts_hit`` distinct experts in the mean.
+
+    ``weight_bytes`` is the size of an element of the weights, the dtype's where it is not given.
+    """
     size = getattr(torch, dtype).itemsize
-    moved = size * (experts_hit * 3 * shape.hidden * shape.inner + 2 * tokens * shape.hidden)
+    weights = experts_hit * 3 * shape.hidden * shape.inner * (size if weight_bytes is None else weight_bytes)
+    moved = weights + size * 2 * tokens * shape.hidden
     flops = 6.0 * tokens * shape.top_k * shape.hidden * shape.inner
     for_flops = flops / ceilings.matmul_tflops[dtype] / 1e6
     for_bytes, for_reading = moved / ceilings.copy_gb_s / 1e3, moved / ceilings.read_gb_s / 1e3

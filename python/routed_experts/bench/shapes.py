@@ -23,6 +23,13 @@ SHAPES = {
     "mixtral": Shape(8, 2, 4096, 14336),
     "deepseek-v3": Shape(256, 8, 7168, 2048),
     "gpt-oss-like": Shape(128, 4, 2880, 2880),
+    "gpt-oss-20b": Shape(32, 4, 2880, 2880),
+    "olmoe": Shape(64, 8, 2048, 1024),
+    "deepseek-v2-lite": Shape(64, 6, 2048, 1408),
+    "phi-3.5-moe": Shape(16, 2, 4096, 6400),
+    "glm-4.5-air": Shape(128, 8, 4096, 1408),
+    "qwen3-235b": Shape(128, 8, 4096, 1536),
+    "qwen3-next-80b": Shape(512, 10, 2048, 512),
 }
 DEFAULTS = {
     "cpu": ("qwen1.5-moe", "qwen3-30b", "mixtral-eighth"),
@@ -40,17 +47,19 @@ PUBLISHED = {
 }
 
 
-def published(shape: str, device: str, dtype: str, tokens: int, routing: str) -> float | None:
+def published(
+    shape: str, device: str, dtype: str, tokens: int, routing: str, quantization: str = "none"
+) -> float | None:
     """Return the best published multiple of the floor, None where nothing comparable was measured."""
-    if (device, dtype, routing) != ("cuda", "bfloat16", "skewed"):
+    if (device, dtype, routing, quantization) != ("cuda", "bfloat16", "skewed", "none"):
         return None
     return PUBLISHED.get(shape, {}).get(tokens)
 
 
-def chosen(names: str | None, sizes: tuple[str, ...], device: str) -> dict[str, Shape]:
-    """Return the shapes of ``--shapes`` and ``--shape``; those of the device when neither was given."""
+def chosen(names: str | None, sizes: tuple[str, ...], device: str, most: int | None = None) -> dict[str, Shape]:
+    """Return the shapes of ``--shapes`` and ``--shape``; of neither, the first ``most`` of the device's (all)."""
     if names is None:
-        names = "" if sizes else ",".join(DEFAULTS[device])
+        names = "" if sizes else ",".join(DEFAULTS[device][:most])
     found = {}
     for name in filter(None, names.split(",")):
         if name not in SHAPES:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from experts_bench.shapes import Shape
+from routed_experts.bench.recorded import Recorded
+from routed_experts.bench.shapes import Shape
+from routed_experts.errors import UnsupportedScheme
+
+# A key of ROUTINGS, or what a file holds.
+Routing: TypeAlias = "str | Recorded"
 
 # Popularity of experts as a standard deviation of their logits' bias; trained routers have one.
 ROUTINGS = {"skewed": 0.8, "balanced": 0.0}
@@ -19,7 +24,7 @@ class Inputs(NamedTuple):
     """One input set: x (T, H), expert ids (T, K) and their weights (T, K), normalised."""
 
     x: Tensor
-    index: Tensor
+    index: Tensor  # type: ignore[assignment]  # hides tuple.index, which nobody asks for
     weights: Tensor
 
 
@@ -56,20 +61,39 @@ def count(tokens: int, device: str) -> int:
     return 8 if tokens <= 64 else 4 if tokens <= 512 else 2
 
 
-def draw(shape: Shape, dtype: torch.dtype, tokens: int, routing: str, device: str) -> list[Inputs]:
+def quantized(weights: Any, fmt: str) -> Any:
+    """Return ``weights`` in a format of quantize_experts, or as they are for "none"."""
+    if fmt == "none":
+        return weights
+    import routed_experts as rx
+
+    if not hasattr(rx, "quantize_experts"):
+        raise UnsupportedScheme(
+            "experts cannot be quantized here",
+            found=f"routed-experts {rx.__version__}",
+            needed="a version with quantize_experts",
+            hint="leave --quantizations out",
+        )
+    return rx.quantize_experts(weights, fmt)
+
+
+def draw(shape: Shape, dtype: torch.dtype, tokens: int, routing: Routing, device: str) -> list[Inputs]:
     """Return input sets of other tokens and other routing, experts alike in popularity."""
     generator = torch.Generator(device).manual_seed(1)
 
     def normal(*sizes: int) -> Tensor:
         return torch.randn(*sizes, device=device, generator=generator)
 
-    popularity = ROUTINGS[routing] * normal(shape.experts)
+    popularity = 0 if isinstance(routing, Recorded) else ROUTINGS[routing] * normal(shape.experts)
     sets = []
-    for _ in range(count(tokens, device)):
-        logits = normal(tokens, shape.experts) + popularity
-        weights, index = logits.softmax(-1).topk(shape.top_k, dim=-1)
-        weights = (weights / weights.sum(-1, keepdim=True)).to(dtype)
-        sets.append(Inputs(normal(tokens, shape.hidden).to(dtype), index, weights))
+    for number in range(count(tokens, device)):
+        if isinstance(routing, Recorded):
+            index, weights = (t.to(device) for t in routing.take(tokens, number, shape.experts, shape.top_k))
+        else:
+            logits = normal(tokens, shape.experts) + popularity
+            weights, index = logits.softmax(-1).topk(shape.top_k, dim=-1)
+            weights = weights / weights.sum(-1, keepdim=True)
+        sets.append(Inputs(normal(tokens, shape.hidden).to(dtype), index, weights.to(dtype)))
     return sets
 
 

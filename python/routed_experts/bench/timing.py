@@ -15,8 +15,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from experts_bench.candidates import Function
-from experts_bench.inputs import Inputs
+from routed_experts.bench.candidates import Function
+from routed_experts.bench.inputs import Inputs
 
 _ROUNDS = 3
 _MOST_PASSES = 50

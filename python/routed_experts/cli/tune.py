@@ -1,0 +1,206 @@
+"""``routed-experts tune``: measure this machine, so that ``auto`` chooses by its own times."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+import torch
+from rich.console import Console
+
+from routed_experts.cli.bench import DTYPES, FORMATS, split
+from routed_experts.cli.options import layer_of
+from routed_experts.cli.output import Command, duration, json_option, make_table, print_json, print_section
+
+if TYPE_CHECKING:
+    from routed_experts.tuning.measure import Layer, Point
+
+TOKENS = {"cpu": "1,4,16,64,256,1024", "cuda": "1,4,16,64,256,1024,4096,16384"}
+_FILE = click.Path(dir_okay=False, path_type=Path)
+_SHORTEST, _LONGEST = 0.05, 1.0  # seconds of timing for a point
+
+
+@click.command(cls=Command)
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), help="[default: what this machine has]")
+@click.option("--shapes", "names", help="Comma-separated names of models' layers. [default: one of them]")
+@click.option("--shape", "sizes", multiple=True, help="E,K,H,I of a layer; may be repeated.")
+@click.option(
+    "--checkpoint",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="Tune for a layer of this safetensors folder.",
+)
+@click.option("--layer", type=click.IntRange(min=0), default=0, show_default=True, help="Layer of --checkpoint.")
+@click.option("--top-k", type=click.IntRange(min=1), help="Experts a token of --checkpoint. [default: its config's]")
+@click.option("--dtypes", default="bfloat16", show_default=True, help="Of " + ", ".join(DTYPES) + ".")
+@click.option("--quantizations", default="none", show_default=True, help="Of " + ", ".join(FORMATS) + ".")
+@click.option("--tokens", help="Token counts to measure at. [default: a range for the device]")
+@click.option("--budget", type=click.FloatRange(min=0, min_open=True), default=60.0, show_default=True, help="Seconds.")
+@click.option("--again", is_flag=True, help="Measure also what the file has.")
+@click.option("--export", "export_file", type=_FILE, help="Copy the file of measured times, and measure nothing.")
+@click.option(
+    "--import",
+    "import_file",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Add the times of another file, and measure nothing.",
+)
+@json_option
+@click.pass_context
+def tune(ctx: click.Context, as_json: bool, **options: Any) -> None:
+    """Measure every backend that auto may choose, and keep the times for auto to choose by.
+
+    The times stand in one file (ROUTED_EXPERTS_CACHE, else the user's cache folder), under the device, the versions,
+    the sizes of the layer and the state of the call. Each is in the file as soon as it is measured: a run that is
+    interrupted, or whose budget ends, goes on where it was when it is started again.
+    """
+    from routed_experts.tuning import store
+
+    folder, note = store.writable_folder()
+    notes = [note] if note else []
+    if options["export_file"] or options["import_file"]:
+        report = _move(folder, options, notes)
+    else:
+        report = _measure(folder, options, notes, Console(stderr=as_json))
+    if as_json:
+        print_json(report)
+    else:
+        _print(report)
+    if report.get("interrupted"):
+        ctx.exit(130)
+
+
+def _move(folder: Path, options: dict[str, Any], notes: list[str]) -> dict[str, Any]:
+    from routed_experts.errors import CheckpointError
+    from routed_experts.tuning import store
+    from routed_experts.tuning.profile import forget_profile
+
+    source = options["import_file"] or store.find()
+    try:
+        entries = {} if source is None else store.read(source)
+    except store.Unreadable as error:
+        raise CheckpointError(
+            "no measured times can be read", found=str(error), needed="a file that tune wrote", hint="export it again"
+        ) from error
+    if options["import_file"]:
+        notes += filter(None, [store.merge(folder, entries)])
+        forget_profile()
+    if options["export_file"]:
+        store.write(options["export_file"].absolute(), entries)
+    place = options["export_file"] or folder / store.FILE
+    return {"file": str(place), "notes": notes, "entries": len(entries), "points": []}
+
+
+def _measure(folder: Path, options: dict[str, Any], notes: list[str], console: Console) -> dict[str, Any]:
+    from routed_experts.tuning import measure, store
+    from routed_experts.tuning.profile import forget_profile
+
+    started = time.monotonic()
+    planned = _plan(options)
+    notes += filter(None, [store.merge(folder, {})])  # a damaged file is set aside before it is read
+    entries = {} if options["again"] else store.read(folder / store.FILE)
+    points = [point for point in planned if not measure.is_known(point, entries)]
+    report: dict[str, Any] = {"file": str(folder / store.FILE), "notes": notes, "planned": len(planned), "points": []}
+    report |= {"known": len(planned) - len(points), "interrupted": False}
+    try:
+        _run(points, folder, options["budget"] - (time.monotonic() - started), report["points"], console)
+    except KeyboardInterrupt:
+        report["interrupted"] = True
+    report["left"] = len(points) - len(report["points"])
+    forget_profile()
+    return report
+
+
+def _plan(options: dict[str, Any]) -> list[Point]:
+    """Every layer's ends of the range first, so that a budget that ends leaves something for each."""
+    from routed_experts.tuning.measure import STATES, Point, spread
+
+    device = options["device"] or ("cuda" if torch.cuda.is_available() else "cpu")
+    text = options["tokens"] or TOKENS[device]
+    counts = [int(one) for one in split(text, [t for t in text.split(",") if t.isdecimal() and int(t)])]
+    layers = make_layers(options, device)
+    return [
+        Point(layer, tokens, state)
+        for tokens, state, layer in itertools.product(spread(counts), STATES[device], layers)
+    ]
+
+
+def make_layers(options: dict[str, Any], device: str) -> list[Layer]:
+    """Return the layers of ``--shapes``, ``--shape`` or ``--checkpoint``, in every dtype and format asked for."""
+    from routed_experts.bench import inputs, shapes
+    from routed_experts.tuning.measure import Layer
+    from routed_experts.weights import ExpertWeights
+
+    dtypes = [getattr(torch, name) for name in split(options["dtypes"], DTYPES)]
+    formats = split(options["quantizations"], FORMATS)
+    if options["checkpoint"] is not None:
+        name, shape, weights = layer_of(options, device)
+        plain = weights.dtype if weights.dtype in (torch.bfloat16, torch.float16, torch.float32) else dtypes[0]
+        return [Layer(name, shape, inputs.quantized(weights, fmt), plain) for fmt in formats]
+    found = []
+    for (name, shape), dtype in itertools.product(
+        shapes.chosen(options["names"], options["sizes"], device, most=1).items(), dtypes
+    ):
+        module = inputs.Experts(shape, dtype, device)
+        weights = ExpertWeights(gate_up_proj=module.gate_up_proj, down_proj=module.down_proj, activation="silu")
+        found += [Layer(name, shape, inputs.quantized(weights, fmt), dtype) for fmt in formats]
+    return found
+
+
+def _run(points: list[Point], folder: Path, budget: float, done: list[dict[str, Any]], console: Console) -> None:
+    """Measure until the points or the seconds are spent; ``done`` has all that is in the file by then."""
+    from routed_experts.cli.progress import make_progress
+    from routed_experts.tuning.measure import tune as measured
+
+    end = time.monotonic() + budget
+    seconds = min(_LONGEST, max(_SHORTEST, budget / 2 / max(1, len(points))))
+    with make_progress(console) as progress:
+        task = progress.add_task("", total=len(points))
+        steps = measured(points, seconds, folder)
+        for point in points:
+            progress.update(task, description=str(point))
+            _, times, failed = next(steps)
+            done.append(_point(point, times, failed))
+            progress.advance(task)
+            if time.monotonic() > end:
+                return
+
+
+def _point(point: Point, times: dict[Any, float], failed: dict[Any, str]) -> dict[str, Any]:
+    found = {"layer": point.layer.name, "dtype": point.layer.dtype, "tokens": point.tokens, "state": point.state}
+    found["us"] = {_label(row): us for row, us in times.items()}
+    return found | {"failed": {_label(row): why for row, why in failed.items()}}
+
+
+def _label(row: tuple[str, str]) -> str:
+    name, path = row
+    return f"{name} ({path})" if path else name
+
+
+def _print(report: dict[str, Any]) -> None:
+    console = Console(highlight=False, markup=False, emoji=False)
+    for note in report["notes"]:
+        console.print(f"note: {note}", soft_wrap=True)
+    if "entries" in report:
+        console.print(f"{report['entries']} layers' times are in {report['file']}", soft_wrap=True)
+        return
+    if report["points"]:
+        _print_points(console, report["points"])
+    done, known, planned = len(report["points"]), report["known"], report["planned"]
+    console.print(f"{done} points measured, {known} known before, of {planned}; in {report['file']}", soft_wrap=True)
+    if report["left"]:
+        why = "interrupted" if report["interrupted"] else "the budget is spent"
+        console.print(f"{why}: {report['left']} points are left, and the same command goes on with them")
+
+
+def _print_points(console: Console, points: list[dict[str, Any]]) -> None:
+    table = make_table(console, "Layer", "State", "T", "Fastest", "Time", "Next, or failed")
+    for one in sorted(points, key=lambda one: (one["layer"], one["dtype"], one["state"], one["tokens"])):
+        ranked = sorted(one["us"].items(), key=lambda item: item[1])
+        best, us = ranked[0] if ranked else ("none", None)
+        others = [f"{name} {duration(other)}" for name, other in ranked[1:2]]
+        others += [f"{name}: {why}" for name, why in one["failed"].items()]
+        layer = f"{one['layer']} {one['dtype']}"
+        table.add_row(layer, one["state"], str(one["tokens"]), best, duration(us), "\n".join(others))
+    print_section(console, "Measured", table)

@@ -1,0 +1,50 @@
+"""What selection asks of the measured times. The file is read at the first choice of a process, and not again."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from routed_experts.facts import Facts
+from routed_experts.tuning import store
+from routed_experts.tuning.keys import canonical, key_of
+
+_logger = logging.getLogger("routed_experts")
+_entries: store.Entries | None = None
+
+
+def measured(facts: Facts, problem: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the measured times of every row for this machine, layer and state, as the Rust core reads them."""
+    entries = _read()
+    key = key_of(facts, problem) if entries else None
+    if key is None:
+        return []
+    _, times = entries.get(canonical(key), (key, {}))
+    return [_curve(backend, path, us) for (backend, path), us in times.items()]
+
+
+def forget_profile() -> None:
+    """Read the file anew at the next choice; choices that experts keep are made anew too."""
+    global _entries
+    _entries = None
+    # Imported here: the registry leads to the backends, which this module has no other use for.
+    from routed_experts.backends.registry import REGISTRY
+
+    REGISTRY.renew()
+
+
+def _read() -> store.Entries:
+    global _entries
+    if _entries is None:
+        file = store.find()
+        try:
+            _entries = {} if file is None else store.read(file)
+        except store.Unreadable as error:
+            _logger.warning("%s: default figures are used; `routed-experts tune` makes a new one", error)
+            _entries = {}
+    return _entries
+
+
+def _curve(backend: str, path: str, us: dict[int, float]) -> dict[str, Any]:
+    counts = sorted(us)
+    return {"backend": backend, "path": path, "tokens": counts, "us": [us[count] for count in counts]}

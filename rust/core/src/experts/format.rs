@@ -159,6 +159,27 @@ impl Scales {
             }
         }
     }
+
+    /// The first scales of a row.
+    ///
+    /// # Safety
+    /// They must be readable.
+    #[inline(always)]
+    pub unsafe fn read_all(&self, expert: *const u8, row: usize, values: &mut [f32]) {
+        let first = expert.wrapping_offset(row as isize * self.strides[1]);
+        if self.dtype == ScaleDtype::E8m0 && self.strides[2] == 1 {
+            // A loop of its own, which compilers run on whole registers.
+            for (block, value) in values.iter_mut().enumerate() {
+                // SAFETY: this function's contract.
+                *value = e8m0(unsafe { first.add(block).read() });
+            }
+            return;
+        }
+        for (block, value) in values.iter_mut().enumerate() {
+            // SAFETY: this function's contract.
+            *value = unsafe { self.read(expert, row, block) };
+        }
+    }
 }
 
 impl ScaleDtype {

@@ -12,6 +12,9 @@ use crate::experts::format::{CHUNK, Code, E4M3_FACTOR};
 use crate::experts::lanes::{Lanes, prefetch};
 use crate::experts::number::{Bf16, Number};
 
+/// Bytes that memory should be ahead of the products.
+const AHEAD: usize = 1 << 14;
+
 /// A code, unfolded to N registers of pairs a chunk.
 ///
 /// # Safety
@@ -166,6 +169,12 @@ unsafe fn columns_at_once<L: Lanes, D: Unfold<L, N>, X: Row<L>, const N: usize>(
     }
 }
 
+/// Bytes from a code to the one that is asked for meanwhile: whole tiles.
+fn ahead(column: isize, columns: usize) -> isize {
+    let tile = column.unsigned_abs() * columns;
+    column.wrapping_mul((columns * AHEAD.div_ceil(tile.max(1))) as isize)
+}
+
 /// C columns times every row.
 #[inline(always)]
 unsafe fn of_columns<L: Lanes, D: Unfold<L, N>, X: Row<L>, const N: usize, const C: usize>(
@@ -179,15 +188,18 @@ unsafe fn of_columns<L: Lanes, D: Unfold<L, N>, X: Row<L>, const N: usize, const
         rest: [[0; CHUNK]; C],
         scales: [0; C],
         // The first rows read the codes from memory, and ask for the columns that come next.
-        ahead: column.wrapping_mul(C as isize),
+        ahead: ahead(column, C),
         first,
     };
     for c in 0..C {
         tile.bytes[c] = data.wrapping_offset((first + c) as isize * column);
         // SAFETY: a column is readable over its bytes, scales over its rows.
         unsafe {
-            let rest = tile.bytes[c].wrapping_add(columns.whole * CHUNK);
-            std::ptr::copy_nonoverlapping(rest, tile.rest[c].as_mut_ptr(), columns.rest);
+            if columns.rest > 0 {
+                let rest = tile.bytes[c].wrapping_add(columns.whole * CHUNK);
+                tile.rest[c] = [0; CHUNK];
+                std::ptr::copy_nonoverlapping(rest, tile.rest[c].as_mut_ptr(), columns.rest);
+            }
             tile.scales[c] = scales.of(&columns.codes, first + c, c);
         }
     }
@@ -229,13 +241,28 @@ unsafe fn of_rows<L: Lanes, D: Unfold<L, N>, X: Row<L>, const N: usize, const C:
         let mut sums = [[L::splat(0.0); C]; R];
         loop {
             while chunk < end {
+                let mut starts = bytes;
+                let mut scale = [L::splat(0.0); C];
                 for c in 0..C {
-                    let from = bytes[c].wrapping_add(chunk * CHUNK);
-                    prefetch(from.wrapping_offset(tile.ahead));
-                    let scale = L::spread(scales[c].add(chunk * columns.groups), columns.pattern);
-                    let products = of_chunk::<L, D, X, N, R>(&rows, chunk * 32 * N, from);
+                    starts[c] = starts[c].wrapping_add(chunk * CHUNK);
+                    prefetch(starts[c].wrapping_offset(tile.ahead));
+                    scale[c] = L::spread(scales[c].add(chunk * columns.groups), columns.pattern);
+                }
+                let at = chunk * 32 * N;
+                // Few rows have few chains of sums: those of all columns then take turns.
+                if R <= 2 {
+                    let products = of_chunks::<L, D, X, N, C, R>(&rows, at, &starts);
                     for r in 0..R {
-                        sums[r][c] = L::fused(products[r], scale, sums[r][c]);
+                        for c in 0..C {
+                            sums[r][c] = L::fused(products[r][c], scale[c], sums[r][c]);
+                        }
+                    }
+                } else {
+                    for c in 0..C {
+                        let products = of_chunks::<L, D, X, N, 1, R>(&rows, at, &[starts[c]]);
+                        for r in 0..R {
+                            sums[r][c] = L::fused(products[r][0], scale[c], sums[r][c]);
+                        }
                     }
                 }
                 chunk += 1;
@@ -261,20 +288,26 @@ unsafe fn of_rows<L: Lanes, D: Unfold<L, N>, X: Row<L>, const N: usize, const C:
     }
 }
 
-/// Products of a chunk of one column and R rows, summed in their lanes.
+/// Products of a chunk of C columns and R rows, summed in their lanes.
 #[inline(always)]
-unsafe fn of_chunk<L: Lanes, D: Unfold<L, N>, X: Row<L>, const N: usize, const R: usize>(
+unsafe fn of_chunks<L: Lanes, D: Unfold<L, N>, X: Row<L>, const N: usize, const C: usize, const R: usize>(
     rows: &[*const X::Number; R],
     at: usize,
-    from: *const u8,
-) -> [L::Single; R] {
+    from: &[*const u8; C],
+) -> [[L::Single; C]; R] {
     // SAFETY: the tile hands over places from which a chunk is readable.
     unsafe {
-        let mut products = [L::splat(0.0); R];
-        let weights = D::unfold(from);
+        let mut products = [[L::splat(0.0); C]; R];
+        let mut weights = [D::unfold(from[0]); C];
+        for c in 1..C {
+            weights[c] = D::unfold(from[c]);
+        }
         for n in 0..N {
             for r in 0..R {
-                products[r] = X::add(rows[r].add(at + 32 * n), weights[n], products[r]);
+                let row = rows[r].add(at + 32 * n);
+                for c in 0..C {
+                    products[r][c] = X::add(row, weights[c][n], products[r][c]);
+                }
             }
         }
         products

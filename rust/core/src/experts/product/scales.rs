@@ -56,9 +56,7 @@ unsafe fn fill(codes: &Codes, row: usize, group: usize, depth: usize, values: &m
     // SAFETY: a row has a scale for every block of its depth.
     unsafe {
         if along == group {
-            for (block, value) in values.iter_mut().enumerate() {
-                *value = codes.scales.read(codes.data, row, block);
-            }
+            codes.scales.read_all(codes.data, row, values);
         } else {
             for (block, values) in values.chunks_mut(along.min(depth).div_ceil(group)).enumerate() {
                 values.fill(codes.scales.read(codes.data, row, block));

@@ -53,6 +53,10 @@ def named(tensors: Sequence[Tensor | None]) -> dict[str, Tensor | None]:
     return {**dict.fromkeys(TENSOR_NAMES), **dict(zip(TENSOR_NAMES, tensors, strict=False))}
 
 
+def _is_byte(tensor: Tensor | None) -> bool:
+    return tensor is not None and tensor.dtype.itemsize == 1
+
+
 def _tensor(name: str) -> property:
     return property(lambda self: self._tensors[name], doc=f"The tensor ``{name}``, or None.")
 
@@ -347,7 +351,20 @@ class ExpertWeights:
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy may go to another process or machine: what was found out on this one stays here.
-        return {name: {} if name in _CACHES else value for name, value in self.__dict__.items()}
+        state = {name: {} if name in _CACHES else value for name, value in self.__dict__.items()}
+        if state.get("quantization") is not None:
+            # pickle knows no storage of the 8-bit floats: their bytes travel.
+            tensors = state["_tensors"].items()
+            state["_tensors"] = {name: t.view(torch.uint8) if _is_byte(t) else t for name, t in tensors}
+            state["_bytes"] = {name: t.dtype for name, t in tensors if _is_byte(t)}
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        dtypes = state.pop("_bytes", {})
+        self.__dict__.update(state)
+        if dtypes:
+            seen = {name: self._tensors[name].view(dtype) for name, dtype in dtypes.items()}  # type: ignore[union-attr]
+            self.__dict__["_tensors"] = {**self._tensors, **seen}
 
     def __repr__(self) -> str:
         flags = [name for name in ("has_gate", "has_bias", "is_transposed", "is_concatenated") if getattr(self, name)]

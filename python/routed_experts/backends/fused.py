@@ -26,8 +26,9 @@ if TYPE_CHECKING:
     from routed_experts.weights import ExpertWeights
 
 # Gates, norms and layouts of every kind are run, fused or as a step of their own; so little is asked.
+_FLOATS = {"kind": "dtype", "any_of": ["float32", "bfloat16", "float16"]}
 _ANYWHERE = (
-    {"kind": "dtype", "any_of": ["float32", "bfloat16", "float16"]},
+    _FLOATS,
     {"kind": "dynamic_activation_scales"},
     {"kind": "unquantized"},
 )
@@ -104,7 +105,7 @@ def _cuda_row(path: str, *requires: Requirement, auto: bool = True) -> tuple[Spe
 
 def _on_cpu(path: str, flops_per_us: float, *requires: Requirement) -> Spec:
     cost = Cost(call_us=40, expert_us=2, bytes_per_us=50e3, flops_per_us=flops_per_us)
-    return Spec(name="fused", path=path, devices=("cpu",), requires=(*_ANYWHERE, *requires), cost={"cpu": cost})
+    return Spec(name="fused", path=path, devices=("cpu",), requires=(_FLOATS, *requires), cost={"cpu": cost})
 
 
 BACKEND = Backend(

@@ -63,7 +63,7 @@ def _row(path: str, device: str, cost: Cost, *requires: Requirement) -> tuple[Sp
         devices=(device,),
         takes="grouped",
         gives="rows",
-        requires=(*requires, {"kind": "dynamic_activation_scales"}),
+        requires=({"kind": "dynamic_activation_scales"}, *requires),
         cost={device: cost},
         decode_as="batched_mm",
     )

@@ -6,8 +6,6 @@ that is too small overflows its block; and whether a cast to float8_e4m3fn satur
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 from torch import Tensor
 
@@ -62,10 +60,21 @@ def from_e2m1(packed: Tensor) -> Tensor:
     return pairs.view(*packed.shape[:-1], 2 * packed.shape[-1])
 
 
-@lru_cache(maxsize=64)
+_pair_tables: dict[torch.device, Tensor] = {}
+
+
 def _pair_table(device: torch.device) -> Tensor:
     """Both values of every byte, (256, 2)."""
-    with torch.inference_mode(False):
-        values = torch.tensor((*_E2M1, *(-value for value in _E2M1)))
-        byte = torch.arange(256)
-        return torch.stack((values[byte & 15], values[byte >> 4]), dim=1).to(device)
+    if torch.compiler.is_compiling():
+        return _new_pair_table().to(device)
+    table = _pair_tables.get(device)
+    if table is None:
+        with torch.inference_mode(False):
+            table = _pair_tables[device] = _new_pair_table().to(device)
+    return table
+
+
+def _new_pair_table() -> Tensor:
+    values = torch.tensor((*_E2M1, *(-value for value in _E2M1)))
+    byte = torch.arange(256)
+    return torch.stack((values[byte & 15], values[byte >> 4]), dim=1)

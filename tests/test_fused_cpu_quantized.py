@@ -251,3 +251,22 @@ def test_static_activation_scales_are_a_permission():
     static = rx.ExpertWeights(**{**experts._tensors, **scales}, quantization=scheme)
     inputs = routed()
     assert torch.equal(call(static, *inputs), call(experts, *inputs))
+
+
+@pytest.mark.parametrize("fmt", ["fp8_block", "mxfp4"])
+@pytest.mark.parametrize(("tokens", "name"), [(1, "fused"), (512, "fused"), (4096, "fused"), (65536, "grouped_mm")])
+def test_auto_dequantizes_only_for_many_rows(fmt, tokens, name):
+    """At the sizes of Qwen1.5-MoE: the loop over dequantized experts takes its time whatever the tokens."""
+    scheme = rx.Quantization(fmt)
+
+    def stack(rows, columns, halves):
+        stored = columns // 2 if scheme.is_fp4 else columns
+        weight = torch.empty(60, rows, stored, dtype=scheme.weight_dtype, device="meta")
+        shape = scheme.scale_shape(60, rows, columns, halves)
+        return weight, torch.empty(shape, dtype=scheme.scale_dtype, device="meta")
+
+    (up, up_scale), (down, down_scale) = stack(2816, 2048, True), stack(2048, 1408, False)
+    scales = {"gate_up_proj_scale_inv": up_scale, "down_proj_scale_inv": down_scale}
+    experts = rx.ExpertWeights(gate_up_proj=up, down_proj=down, **scales, quantization=scheme)
+    facts = rx.current_facts("cpu")
+    assert rx.select_backend(experts, num_tokens=tokens, num_top_k=4, facts=facts).name == name

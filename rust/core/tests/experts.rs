@@ -272,8 +272,14 @@ fn tolerance(case: &Case) -> f64 {
     }
 }
 
+/// So many cases, or as few as PROPTEST_CASES says: under valgrind every one takes fifty times as long.
+fn config(cases: u32) -> ProptestConfig {
+    let default = ProptestConfig::default();
+    ProptestConfig { cases: cases.min(default.cases), failure_persistence: None, ..default }
+}
+
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 96, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(config(96))]
 
     #[test]
     fn levels_and_threads_agree_in_every_bit(case in cases()) {

@@ -293,8 +293,14 @@ fn compare(case: &Case, found: &[u8], wanted: &[f64], relative: f64) -> Result<(
     Ok(())
 }
 
+/// So many cases, or as few as PROPTEST_CASES says: under valgrind every one takes fifty times as long.
+fn config(cases: u32) -> ProptestConfig {
+    let default = ProptestConfig::default();
+    ProptestConfig { cases: cases.min(default.cases), failure_persistence: None, ..default }
+}
+
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 128, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(config(128))]
 
     #[test]
     fn levels_and_threads_agree_in_every_bit(case in cases()) {

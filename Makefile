@@ -37,10 +37,12 @@ test-rust: $(READY)
 test-python: $(READY)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto $(PYTEST_ARGS)
 
-# valgrind knows no AVX-512: its processor has AVX2, so that this and the portable way run under it.
+# valgrind knows no AVX-512: its processor has AVX2, so that this and the portable way run under it. It runs one thread
+# at a time, and those of large layers wait for each other by spinning.
 valgrind: ## Run the tests of the CPU experts under valgrind
 	PROPTEST_CASES=12 CARGO_TARGET_X86_64_UNKNOWN_LINUX_GNU_RUNNER='valgrind -q --error-exitcode=9' \
-	    cargo test -p routed-experts-core --release --locked --test experts --test quantized_experts
+	    cargo test -p routed-experts-core --release --locked --test experts --test quantized_experts \
+	    -- --test-threads=1 --skip large_layers
 
 test-full: $(READY) ## Run the full oracle grid too (minutes)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto -m 'full_grid or not full_grid' $(PYTEST_ARGS)

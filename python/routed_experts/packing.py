@@ -6,6 +6,8 @@ there is nothing to pack; transposed ones (E, K, N) are not: their columns are t
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -33,16 +35,17 @@ def packed_bytes(experts: ExpertWeights) -> int:
 def pack_experts(experts: ExpertWeights) -> ExpertWeights:
     """Return the same experts with (E, N, K) weights: a copy of transposed ones, else ``experts`` itself.
 
-    Values and scales are moved and not changed; biases, gates and norms are shared. The
-    copy has no gradient, and does not follow later changes of the weights, those of a live module included. It takes
-    :func:`packed_bytes` of memory as long as it lives, and the original is not freed.
+    Values and scales are moved and not changed; biases, gates and norms are shared. The copy
+    has no gradient, does not follow later changes of the weights (those of a live module included), and takes
+    :func:`packed_bytes` of memory as long as it lives; the original is not freed.
     """
     bound = experts.bind()
     turned = {name: _contiguous(tensor.detach().mT) for name, tensor in _turned(bound).items()}
     if not turned:
         return experts
-    kept = {name: getattr(bound, name) for name in _KEPT}
-    packed = ExpertWeights(**{**bound._tensors, **turned}, **kept, is_transposed=False)
+    kept: dict[str, Any] = {name: getattr(bound, name) for name in _KEPT}
+    tensors: dict[str, Any] = {**bound._tensors, **turned}
+    packed = ExpertWeights(**tensors, **kept, is_transposed=False)
     packed.__dict__["shard"] = bound.shard
     return packed
 

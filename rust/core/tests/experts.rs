@@ -272,7 +272,7 @@ fn tolerance(case: &Case) -> f64 {
     }
 }
 
-/// So many cases, or as few as PROPTEST_CASES says: under valgrind every one takes fifty times as long.
+/// So many cases, or as few as `PROPTEST_CASES` says: under valgrind every one takes fifty times as long.
 fn config(cases: u32) -> ProptestConfig {
     let default = ProptestConfig::default();
     ProptestConfig { cases: cases.min(default.cases), failure_persistence: None, ..default }

@@ -293,7 +293,7 @@ fn compare(case: &Case, found: &[u8], wanted: &[f64], relative: f64) -> Result<(
     Ok(())
 }
 
-/// So many cases, or as few as PROPTEST_CASES says: under valgrind every one takes fifty times as long.
+/// So many cases, or as few as `PROPTEST_CASES` says: under valgrind every one takes fifty times as long.
 fn config(cases: u32) -> ProptestConfig {
     let default = ProptestConfig::default();
     ProptestConfig { cases: cases.min(default.cases), failure_persistence: None, ..default }

@@ -83,7 +83,7 @@ const fn e4m3_bytes() -> [[u8; 128]; 2] {
             (exponent + 112) << 7 | mantissa << 4
         } else if mantissa > 0 {
             // mantissa * 2^-17, whose leading bit becomes the hidden one
-            let shift = 31 - (mantissa as u32).leading_zeros();
+            let shift = (mantissa as u32).ilog2();
             (127 - 17 + shift as usize) << 7 | (mantissa << (7 - shift)) & 0x7F
         } else {
             0

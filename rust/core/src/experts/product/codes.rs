@@ -271,8 +271,8 @@ unsafe fn of_rows<L: Lanes, D: Unfold<L, N>, X: Row<L>, const N: usize, const C:
                 break;
             }
             end = columns.whole + 1;
-            for c in 0..C {
-                bytes[c] = tile.rest[c].as_ptr().wrapping_sub(columns.whole * CHUNK);
+            for (bytes, rest) in bytes.iter_mut().zip(&tile.rest) {
+                *bytes = rest.as_ptr().wrapping_sub(columns.whole * CHUNK);
             }
         }
         for (place, sums) in sums.into_iter().enumerate() {
@@ -290,6 +290,7 @@ unsafe fn of_rows<L: Lanes, D: Unfold<L, N>, X: Row<L>, const N: usize, const C:
 
 /// Products of a chunk of C columns and R rows, summed in their lanes.
 #[inline(always)]
+#[allow(clippy::needless_range_loop, reason = "it indexes what stands in the second place")]
 unsafe fn of_chunks<L: Lanes, D: Unfold<L, N>, X: Row<L>, const N: usize, const C: usize, const R: usize>(
     rows: &[*const X::Number; R],
     at: usize,

@@ -119,8 +119,8 @@ mod tests {
         let mut columns = [[0; SIDE]; SIDE];
         // SAFETY: both are squares.
         unsafe {
-            turn_square(rows.as_ptr().cast(), SIDE as isize, columns.as_mut_ptr().cast(), SIDE as isize)
-        };
+            turn_square(rows.as_ptr().cast(), SIDE as isize, columns.as_mut_ptr().cast(), SIDE as isize);
+        }
         for row in 0..SIDE {
             for column in 0..SIDE {
                 assert_eq!(columns[column][row], rows[row][column]);

@@ -10,7 +10,7 @@ PY_PATHS := python tests benches examples scripts
 RUST_SOURCES := Cargo.toml Cargo.lock $(shell find rust -name '*.rs' -o -name Cargo.toml)
 
 .DEFAULT_GOAL := help
-.PHONY: help build quickstart test test-rust test-python test-full compat lint lint-python lint-rust format stubtest \
+.PHONY: help build quickstart test test-rust test-python test-full valgrind compat lint lint-python lint-rust format stubtest \
         licenses wheel check-wheel table bench doc hooks clean
 
 help: ## List the targets
@@ -36,6 +36,13 @@ test-rust: $(READY)
 # A worker a core with one thread each: torch's threads of several processes wait for each other by spinning.
 test-python: $(READY)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto $(PYTEST_ARGS)
+
+# valgrind knows no AVX-512: its processor has AVX2, so that this and the portable way run under it. It runs one thread
+# at a time, and those of large layers wait for each other by spinning.
+valgrind: ## Run the tests of the CPU experts under valgrind
+	PROPTEST_CASES=12 CARGO_TARGET_X86_64_UNKNOWN_LINUX_GNU_RUNNER='valgrind -q --error-exitcode=9' \
+	    cargo test -p routed-experts-core --release --locked --test experts --test quantized_experts \
+	    -- --test-threads=1 --skip large_layers
 
 test-full: $(READY) ## Run the full oracle grid too (minutes)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto -m 'full_grid or not full_grid' $(PYTEST_ARGS)

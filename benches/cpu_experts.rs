@@ -4,6 +4,7 @@
 #![allow(missing_docs, reason = "criterion_group! writes a public function without any")]
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
+use routed_experts_core::experts::format::{Code, Format, ScaleDtype, Scales};
 use routed_experts_core::experts::gate::{Activation, Gate};
 use routed_experts_core::experts::levels::available;
 use routed_experts_core::experts::number::Dtype;
@@ -18,9 +19,28 @@ const INNER: usize = 768;
 const ROWS: [usize; 3] = [1, 4, 16];
 const HIT: usize = 4;
 
-fn weights(columns: usize, depth: usize, dtype: Dtype) -> Weights {
-    let strides = [columns * depth, depth, 1].map(|stride| stride as isize);
-    Weights { columns, depth, strides, bias_strides: [0, 0], dtype }
+fn weights(columns: usize, depth: usize, format: Format) -> Weights {
+    let column = format.bytes(depth) / format.unit();
+    let strides = [columns * column, column, 1].map(|stride| stride as isize);
+    Weights { columns, depth, strides, bias_strides: [0, 0], bias: Dtype::F32, format }
+}
+
+/// Codes of eight or four bits with a scale for every so many columns and depths.
+fn codes(code: Code, block: [usize; 2], dtype: ScaleDtype) -> Format {
+    // Every row of blocks reads the same scales: they are few, and stay in the cache anyhow.
+    Format::Codes(code, Scales { strides: [0, 0, 1], dtype, block, alternate: false })
+}
+
+/// Name, type of the tokens, format of the weights.
+fn kinds() -> [(&'static str, Dtype, Format); 6] {
+    [
+        ("f32", Dtype::F32, Format::Plain(Dtype::F32)),
+        ("bf16", Dtype::Bf16, Format::Plain(Dtype::Bf16)),
+        ("fp8_block", Dtype::Bf16, codes(Code::E4m3, [128, 128], ScaleDtype::F32)),
+        ("mxfp8", Dtype::Bf16, codes(Code::E4m3, [1, 32], ScaleDtype::E8m0)),
+        ("mxfp4", Dtype::Bf16, codes(Code::E2m1, [1, 32], ScaleDtype::E8m0)),
+        ("mxfp4_f32", Dtype::F32, codes(Code::E2m1, [1, 32], ScaleDtype::E8m0)),
+    ]
 }
 
 fn routing(rows: usize, first: usize) -> Routing {
@@ -37,17 +57,19 @@ fn layers(criterion: &mut Criterion) {
         limit: None,
         alpha: None,
     };
-    for (name, dtype) in [("bf16", Dtype::Bf16), ("f32", Dtype::F32)] {
+    let scales = [0x7F7F_7F7F_u32; HIDDEN];
+    for (name, dtype, format) in kinds() {
         let layer =
-            Layer { up: weights(2 * INNER, HIDDEN, dtype), down: weights(HIDDEN, INNER, dtype), gate };
-        let memory = vec![1_u32; EXPERTS * 3 * INNER * HIDDEN * dtype.size() / 4];
+            Layer { up: weights(2 * INNER, HIDDEN, format), down: weights(HIDDEN, INNER, format), gate };
+        let expert = 2 * INNER * format.bytes(HIDDEN) + HIDDEN * format.bytes(INNER);
+        let memory = vec![1_u32; EXPERTS * expert / 4];
         let (x, routing_weights) = (vec![1_u32; 16 * HIDDEN], vec![1.0_f32; 16 * HIT]);
         let mut out = vec![0_u32; 16 * HIDDEN];
         let up = memory.as_ptr().cast::<u8>();
-        let down = up.wrapping_add(EXPERTS * 2 * INNER * HIDDEN * dtype.size());
-        let address = |matrix| Address { matrix, bias: std::ptr::null() };
+        let down = up.wrapping_add(EXPERTS * 2 * INNER * format.bytes(HIDDEN));
+        let address = |matrix| Address { matrix, bias: std::ptr::null(), scales: scales.as_ptr().cast() };
         let mut group = criterion.benchmark_group(format!("cpu_experts/{name}"));
-        let bytes = HIT * 3 * INNER * HIDDEN * dtype.size();
+        let bytes = HIT * expert;
         group.throughput(Throughput::Bytes(bytes as u64)).sample_size(20);
         group.bench_function("read", |bencher| {
             let mut parts = memory.chunks_exact(bytes / 4).cycle();

@@ -297,7 +297,7 @@ def test_other_threads_run_meanwhile():
         plan = fused_cpu._plan(experts)
         given = (index.shape, fused_cpu._grid(x, fused_cpu.CODES), fused_cpu._grid(index, fused_cpu.ID_CODES))
         out = torch.empty_like(x)
-        addresses = (experts.gate_up_proj.data_ptr(), 0, experts.down_proj.data_ptr(), 0)
+        addresses = (experts.gate_up_proj.data_ptr(), 0, 0), (experts.down_proj.data_ptr(), 0, 0)
         for _ in range(20):
             before = ticks[0]
             plan.run(*given, fused_cpu._grid(weights, fused_cpu.CODES), addresses, out.data_ptr(), 1)
@@ -309,8 +309,13 @@ def test_other_threads_run_meanwhile():
 
 
 def test_codes_that_rust_does_not_know():
-    sizes = (2, 2, 4, 2, 1, 0, 0)
-    with pytest.raises(rx.DtypeError, match="dtype"):
-        fused_cpu._core.CpuExperts(1, 9, (sizes, sizes), ("silu", False, True, None, None))
+    sizes, plain = ((2, 2, 4, 2, 1, 0, 0),) * 2, (0, 0, None)
+    silu = ("silu", False, True, None, None)
+    scales = [(3, 0, (9, 1, 1, 1, 1, 1, False)), (3, 0, (0, 1, 1, 1, 0, 1, False)), (1, 0, (0, 1, 1, 1, 1, 1, False))]
+    for wrong in [(9, 0, None), (0, 9, None), (3, 0, None), scales[0], scales[2]]:
+        with pytest.raises(rx.DtypeError, match="dtype"):
+            fused_cpu._core.CpuExperts(1, sizes, (plain, wrong), silu)
+    with pytest.raises(rx.LayoutError, match="block"):
+        fused_cpu._core.CpuExperts(1, sizes, (plain, scales[1]), silu)
     with pytest.raises(rx.LayoutError, match="activation"):
-        fused_cpu._core.CpuExperts(1, 0, (sizes, sizes), ("no such", False, True, None, None))
+        fused_cpu._core.CpuExperts(1, sizes, (plain, plain), ("no such", False, True, None, None))

@@ -42,22 +42,28 @@ class LaunchPlan:
 
 # (address, dtype code of fused_cpu.CODES or layout.ID_CODES, strides of rows and columns)
 _Grid: TypeAlias = tuple[int, int, int, int]
+# Addresses of weights, biases and scales; 0 for none.
+_Address: TypeAlias = tuple[int, int, int]
 # (columns, depth, strides of experts, columns and depth, strides of the bias)
 _Weights: TypeAlias = tuple[int, ...]
+# (format code, dtype code of the bias, (dtype code, strides, block, alternating) of the scales)
+_Format: TypeAlias = tuple[int, int, tuple[Any, ...] | None]
 # (activation, has a gate, halves are concatenated, limit, alpha)
 _Gate: TypeAlias = tuple[str, bool, bool, float | None, float | None]
 
 # fused_cpu.py: addresses of CPU tensors; strides count numbers.
 @final
 class CpuExperts:
-    def __new__(cls, experts: int, dtype: int, weights: tuple[_Weights, ...], gate: _Gate) -> CpuExperts: ...
+    def __new__(
+        cls, experts: int, weights: tuple[_Weights, ...], formats: tuple[_Format, ...], gate: _Gate
+    ) -> CpuExperts: ...
     def run(
         self,
         shape: tuple[int, ...],
         x: _Grid,
         ids: _Grid,
         routing: _Grid,
-        weights: tuple[int, int, int, int],
+        weights: tuple[_Address, _Address],
         out: int,
         threads: int,
     ) -> None: ...
@@ -68,7 +74,7 @@ class CpuExperts:
         x: _Grid,
         repeats: int,
         ids: _Grid,
-        weights: tuple[int, int],
+        weights: _Address,
         out: int,
         threads: int,
     ) -> None: ...

@@ -75,6 +75,10 @@ def _constant(value: Any) -> Any:
     """The value that a symbolic number has while tracing: with ``dynamic=True`` sizes and limits are symbols too."""
     if isinstance(value, int) and not isinstance(value, bool):
         return operator.index(value)
+    if isinstance(value, dict):  # the scheme of quantized weights, whose block holds sizes
+        return {name: _constant(part) for name, part in value.items()}
+    if isinstance(value, tuple):
+        return tuple(_constant(part) for part in value)
     return float.fromhex(value.hex()) if isinstance(value, float) else value
 
 

@@ -1,6 +1,7 @@
 """`fused` on CPU: the whole layer in one call of the Rust core.
 
 Weights are read in place, whatever their strides; x, weights and routing weights may be of any of three dtypes each.
+Quantized weights are unfolded in registers, and activations never quantized.
 A gate or norm of one's own stands between two products that are calls of their own. Where a gradient is wanted the
 call is `grouped_mm`'s, whose products know their backward.
 """
@@ -22,6 +23,8 @@ from routed_experts.weights import ExpertWeights
 
 # Codes of `dtype` in rust/bindings/src/experts.rs.
 CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_E4M3, _E2M1 = 3, 4
+_FLOAT_SCALES, _E8M0 = 0, 1
 
 
 def run(experts: ExpertWeights, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor) -> Tensor:
@@ -61,7 +64,7 @@ def _run_layer(experts: ExpertWeights, x: Tensor, ids: Tensor, weights: Tensor) 
         _grid(x, CODES),
         _grid(ids, ID_CODES),
         _grid(weights, CODES),
-        (*_addresses(experts.up_weight, experts.up_bias), *_addresses(experts.down_weight, experts.down_proj_bias)),
+        (_addresses(experts, is_second=False), _addresses(experts, is_second=True)),
         out.data_ptr(),
         torch.get_num_threads(),
     )
@@ -70,18 +73,20 @@ def _run_layer(experts: ExpertWeights, x: Tensor, ids: Tensor, weights: Tensor) 
 
 def _rows(experts: ExpertWeights, x: Tensor, ids: Tensor, *, is_second: bool) -> Tensor:
     """One product: x (T, H) to (S, N), or (S, I) to (S, H), in pair order; rows without an expert read 0."""
-    weight, bias = _product(experts, is_second)
+    weight, *_ = _product(experts, is_second)
     out = x.new_empty(ids.numel(), weight.shape[2 if experts.is_transposed else 1])
     repeats = 1 if is_second else ids.shape[1]
     grids = _grid(x, CODES), repeats, _grid(ids, ID_CODES)
-    _plan(experts).rows(is_second, ids.shape, *grids, _addresses(weight, bias), out.data_ptr(), torch.get_num_threads())
+    addresses = _addresses(experts, is_second=is_second)
+    _plan(experts).rows(is_second, ids.shape, *grids, addresses, out.data_ptr(), torch.get_num_threads())
     return out
 
 
-def _product(experts: ExpertWeights, is_second: bool) -> tuple[Tensor, Tensor | None]:
+def _product(experts: ExpertWeights, is_second: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return weight, bias and scales of a projection."""
     if is_second:
-        return experts.down_weight, experts.down_proj_bias
-    return experts.up_weight, experts.up_bias
+        return experts.down_weight, experts.down_proj_bias, experts.down_scale
+    return experts.up_weight, experts.up_bias, experts.up_scale
 
 
 def _plan(experts: ExpertWeights) -> _core.CpuExperts:
@@ -95,15 +100,39 @@ def _plan(experts: ExpertWeights) -> _core.CpuExperts:
             experts.swiglu_limit,
             experts.swiglu_alpha,
         )
-        weights = tuple(_strides(*_product(experts, second), experts.is_transposed) for second in (False, True))
-        plan = experts._plans["cpu"] = _core.CpuExperts(experts.num_experts, CODES[experts.dtype], weights, gate)
+        weights = _strides(experts, is_second=False), _strides(experts, is_second=True)
+        formats = _format(experts, is_second=False), _format(experts, is_second=True)
+        plan = experts._plans["cpu"] = _core.CpuExperts(experts.num_experts, weights, formats, gate)
     return plan
 
 
-def _strides(weight: Tensor, bias: Tensor | None, transposed: bool) -> tuple[int, ...]:
-    matrix = weight.mT if transposed else weight
+def _strides(experts: ExpertWeights, *, is_second: bool) -> tuple[int, ...]:
+    weight, bias, _ = _product(experts, is_second)
+    matrix = weight.mT if experts.is_transposed else weight
+    _, columns, depth = matrix.shape
+    packed = experts.quantization is not None and experts.quantization.is_fp4
     of_bias = (0, 0) if bias is None else bias.stride()
-    return (*matrix.shape[1:], *matrix.stride(), *of_bias)
+    return columns, 2 * depth if packed else depth, *matrix.stride(), *of_bias
+
+
+def _format(experts: ExpertWeights, *, is_second: bool) -> tuple[int, int, tuple[Any, ...] | None]:
+    """Code of the weights, code of the bias, and how scales lie: rows of blocks along the columns of a product."""
+    _, bias, scale = _product(experts, is_second)
+    of_bias = 0 if bias is None else CODES[bias.dtype]
+    scheme = experts.quantization
+    if scheme is None or scale is None:
+        return CODES[experts.dtype], of_bias, None
+    halves = experts.has_gate and not is_second
+    columns, depth, *_ = _strides(experts, is_second=is_second)
+    alternate = halves and scheme.block is None and not experts.is_concatenated
+    if scheme.block is None:
+        block = (columns // 2 if halves else columns, depth)
+    else:
+        block = (scheme.row_block(columns, halves), scheme.block[1])
+        scale = scale.mT if experts.is_transposed else scale
+    code = _E2M1 if scheme.is_fp4 else _E4M3
+    of_scale = _FLOAT_SCALES if scale.dtype == torch.float32 else _E8M0
+    return code, of_bias, (of_scale, *scale.stride(), *block, alternate)
 
 
 def _grid(tensor: Tensor, codes: dict[torch.dtype, int]) -> tuple[int, int, int, int]:
@@ -111,8 +140,9 @@ def _grid(tensor: Tensor, codes: dict[torch.dtype, int]) -> tuple[int, int, int,
     return tensor.data_ptr(), codes[tensor.dtype], row, column
 
 
-def _addresses(weight: Tensor, bias: Tensor | None) -> tuple[int, int]:
-    return weight.data_ptr(), 0 if bias is None else bias.data_ptr()
+def _addresses(experts: ExpertWeights, *, is_second: bool) -> tuple[int, int, int]:
+    weight, bias, scale = _product(experts, is_second)
+    return weight.data_ptr(), 0 if bias is None else bias.data_ptr(), 0 if scale is None else scale.data_ptr()
 
 
 def _traced(experts: ExpertWeights, x: Tensor, ids: Tensor, weights: Tensor, in_one: bool) -> Tensor:

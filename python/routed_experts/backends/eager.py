@@ -9,12 +9,13 @@ quantized here.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from routed_experts.backends.spec import Backend, Cost, Spec
+from routed_experts.backends.spec import Backend, Cost, Requirement, Spec
 from routed_experts.combine import attach
 from routed_experts.mlp import expert_mlp
 from routed_experts.quantization.stacks import stack_of
@@ -68,20 +69,30 @@ def _linear(is_transposed: bool, weight: Tensor, bias: Tensor | None, x: Tensor)
     return out if bias is None else out + bias.to(x.dtype)
 
 
+_QUANTIZED = {"kind": "quantization", "any_of": ["fp8_block", "mxfp8", "fp8_tensor", "mxfp4"]}
+
+
+def _row(path: str, cpu: Cost, *requires: Requirement) -> tuple[Spec, Callable[..., Tensor]]:
+    cuda = Cost(call_us=600, expert_us=52, bytes_per_us=4e6, flops_per_us=5.5e8)
+    spec = Spec(
+        name="eager",
+        path=path,
+        takes="slots",
+        gives="slots",
+        requires=({"kind": "not_capturing"}, *requires),
+        cost={"cpu": cpu, "cuda": cuda},
+    )
+    return spec, run
+
+
 BACKEND = Backend(
     rows=(
-        (
-            Spec(
-                name="eager",
-                takes="slots",
-                gives="slots",
-                requires=({"kind": "not_capturing"},),
-                cost={
-                    "cpu": Cost(call_us=120, expert_us=18, bytes_per_us=25e3, flops_per_us=2e5),
-                    "cuda": Cost(call_us=600, expert_us=52, bytes_per_us=4e6, flops_per_us=5.5e8),
-                },
-            ),
-            run,
+        _row("", Cost(call_us=120, expert_us=18, bytes_per_us=25e3, flops_per_us=2e5), {"kind": "unquantized"}),
+        # Dequantizing an expert is several passes over float32 copies of it.
+        _row(
+            "dequantized",
+            Cost(call_us=120, expert_us=60, bytes_per_us=25e3, flops_per_us=2e5, weight_passes=800),
+            _QUANTIZED,
         ),
     )
 )

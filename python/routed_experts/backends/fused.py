@@ -26,8 +26,10 @@ if TYPE_CHECKING:
     from routed_experts.weights import ExpertWeights
 
 # Gates, norms and layouts of every kind are run, fused or as a step of their own; so little is asked.
+_FP8 = ("fp8_block", "mxfp8", "fp8_tensor")
+_FLOATS = {"kind": "dtype", "any_of": ["float32", "bfloat16", "float16"]}
 _ANYWHERE = (
-    {"kind": "dtype", "any_of": ["float32", "bfloat16", "float16"]},
+    _FLOATS,
     {"kind": "dynamic_activation_scales"},
     {"kind": "unquantized"},
 )
@@ -99,9 +101,9 @@ def _on_cuda() -> Spec:
     )
 
 
-def _on_cpu(path: str, flops_per_us: float, *requires: Requirement) -> Spec:
-    cost = Cost(call_us=40, expert_us=2, bytes_per_us=50e3, flops_per_us=flops_per_us)
-    return Spec(name="fused", path=path, devices=("cpu",), requires=(*_ANYWHERE, *requires), cost={"cpu": cost})
+def _on_cpu(path: str, bytes_per_us: float, flops_per_us: float, *requires: Requirement) -> Spec:
+    cost = Cost(call_us=40, expert_us=2, bytes_per_us=bytes_per_us, flops_per_us=flops_per_us)
+    return Spec(name="fused", path=path, devices=("cpu",), requires=(_FLOATS, *requires), cost={"cpu": cost})
 
 
 BACKEND = Backend(
@@ -109,7 +111,10 @@ BACKEND = Backend(
         (_on_cuda(), run),
         # Measured on two cores: dot products along columns keep up with torch's GEMM at any number of rows; sums over
         # the rows of transposed weights do to about 20 rows an expert.
-        (_on_cpu("rust", 2e5, {"kind": "not_transposed"}), fused_cpu.run),
-        (_on_cpu("rust_transposed", 1.1e5), fused_cpu.run),
+        (_on_cpu("rust", 50e3, 2e5, {"kind": "unquantized"}, {"kind": "not_transposed"}), fused_cpu.run),
+        (_on_cpu("rust_transposed", 50e3, 1.1e5, {"kind": "unquantized"}), fused_cpu.run),
+        # Unfolding is done anew for every few rows; what is next best dequantizes every expert that is hit.
+        (_on_cpu("rust_fp8", 30e3, 7e4, {"kind": "quantization", "any_of": list(_FP8)}), fused_cpu.run),
+        (_on_cpu("rust_fp4", 25e3, 7e4, {"kind": "quantization", "any_of": ["mxfp4"]}), fused_cpu.run),
     )
 )

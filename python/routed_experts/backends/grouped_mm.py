@@ -30,6 +30,8 @@ def run(experts: ExpertWeights, x_SH: Tensor, layout: ExpertLayout, *, way: str)
 
 
 _PLAIN = {"kind": "unquantized"}
+_FP8 = {"kind": "quantization", "any_of": ["fp8_block", "mxfp8", "fp8_tensor"]}
+_FP4 = {"kind": "quantization", "any_of": ["mxfp4"]}
 _ALIGNED = {"kind": "weights_aligned", "bytes": 16}
 _HALVES_AND_FLOAT = {"kind": "dtype", "any_of": ["float32", "bfloat16", "float16"]}
 
@@ -81,6 +83,7 @@ BACKEND = Backend(
             _HALVES_AND_FLOAT,
             {"kind": "torch", "min": "2.9"},
         ),
+<<<<<<< HEAD
         _row(
             "torch",
             "cuda",
@@ -88,6 +91,17 @@ BACKEND = Backend(
             *_TORCH_ON_CUDA,
         ),
         _row("loop", "cpu", Cost(call_us=60, expert_us=4, bytes_per_us=25e3, flops_per_us=2e5)),
+=======
+        _row("torch", "cuda", Cost(call_us=650, bytes_per_us=3.8e6, flops_per_us=4.5e8), *_TORCH_ON_CUDA),
+        _row("loop", "cpu", Cost(call_us=60, expert_us=4, bytes_per_us=25e3, flops_per_us=2e5), _PLAIN),
+        # Dequantizing runs at the rate of several passes over float32 copies, by torch operations.
+        _row(
+            "loop", "cpu", Cost(call_us=60, expert_us=50, bytes_per_us=25e3, flops_per_us=2e5, weight_passes=400), _FP8
+        ),
+        _row(
+            "loop", "cpu", Cost(call_us=60, expert_us=50, bytes_per_us=25e3, flops_per_us=2e5, weight_passes=800), _FP4
+        ),
+>>>>>>> qcpu
         _row(
             "loop",
             "cuda",

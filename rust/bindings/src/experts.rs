@@ -5,6 +5,7 @@
 
 use pyo3::prelude::*;
 use routed_experts_core::error::{CoreError, ErrorKind};
+use routed_experts_core::experts::format::{Code, Format, ScaleDtype, Scales};
 use routed_experts_core::experts::gate::{Activation, Gate};
 use routed_experts_core::experts::number::Dtype;
 use routed_experts_core::experts::operand::Grid;
@@ -18,15 +19,22 @@ use crate::layout::with_id_type;
 type GridTuple = (usize, u8, isize, isize);
 /// (columns, depth, step of an expert, of a column, of a depth, of an expert's bias, of a bias)
 type WeightsTuple = (usize, usize, isize, isize, isize, isize, isize);
+/// (format code, dtype code of the bias, scales of codes)
+type FormatTuple = (u8, u8, Option<ScalesTuple>);
+/// (dtype code, step of an expert, of a row, of a block, columns and depths of a block, whether two rows alternate)
+type ScalesTuple = (u8, isize, isize, isize, usize, usize, bool);
+/// (address, of the biases or 0, of the scales or 0)
+type AddressTuple = (usize, usize, usize);
 /// (activation, gate, concatenated, limit, alpha)
 type GateTuple = (String, bool, bool, Option<f32>, Option<f32>);
 
 /// The declared layout of a layer's experts, without their addresses.
 ///
 /// `weights` are the first and the second product's (columns, depth, strides of expert, column and depth, strides of the
-/// bias), in numbers; `gate` is (name of the activation, has a gate, halves are concatenated, limit, alpha).
+/// bias), in numbers, those of codes in bytes; `formats` are theirs: (code, of the bias, scales), with scales as (dtype
+/// code, strides of expert, row and block, columns and depths of a block, whether two rows alternate); `gate` is (name of the activation, has a gate, halves are concatenated, limit, alpha).
 ///
-/// Raises `DtypeError` for codes of no dtype, `LayoutError` for an unknown activation.
+/// Raises `DtypeError` for codes of no dtype or format, `LayoutError` for an unknown activation or an empty block.
 #[pyclass(frozen, module = "routed_experts._core")]
 pub struct CpuExperts {
     layer: Layer,
@@ -39,16 +47,16 @@ impl CpuExperts {
     fn new(
         py: Python<'_>,
         experts: usize,
-        dtype: u8,
         weights: (WeightsTuple, WeightsTuple),
+        formats: (FormatTuple, FormatTuple),
         gate: GateTuple,
     ) -> PyResult<Self> {
-        let layer = declared(dtype, weights, gate).map_err(|error| to_python(py, error))?;
+        let layer = declared(weights, formats, gate).map_err(|error| to_python(py, error))?;
         Ok(Self { layer, experts })
     }
 
     /// Run a layer: tokens `x` (T, H), `ids` and `routing` weights (T, K), each (address, dtype code, strides); addresses
-    /// of the first and second weights and biases (0 for none); `out` is the address of a contiguous (T, H) in the
+    /// of the first and second weights, each with those of biases and scales (0 for none); `out` is the address of a contiguous (T, H) in the
     /// dtype of `x`.
     #[allow(clippy::too_many_arguments, reason = "one flat call: an object would cost more than it explains")]
     fn run(
@@ -58,18 +66,17 @@ impl CpuExperts {
         x: GridTuple,
         ids: GridTuple,
         routing: GridTuple,
-        weights: (usize, usize, usize, usize),
+        weights: (AddressTuple, AddressTuple),
         out: usize,
         threads: usize,
     ) -> PyResult<()> {
         let run = || {
             check_sizes(shape.0, self.layer.up.columns, self.layer.up.depth)?;
-            let (up, up_bias, down, down_bias) = weights;
             let call = Call {
                 shape: shape.into(),
                 x: grid(x)?,
                 weights: grid(routing)?,
-                addresses: [address(up, up_bias), address(down, down_bias)],
+                addresses: [address(weights.0), address(weights.1)],
                 out: out as *mut u8,
                 threads,
             };
@@ -93,14 +100,14 @@ impl CpuExperts {
         x: GridTuple,
         repeats: usize,
         ids: GridTuple,
-        weights: (usize, usize),
+        weights: AddressTuple,
         out: usize,
         threads: usize,
     ) -> PyResult<()> {
         let run = || {
             let product = if is_second { &self.layer.down } else { &self.layer.up };
             check_sizes(shape.0.saturating_mul(shape.1), product.columns, product.depth)?;
-            let address = address(weights.0, weights.1);
+            let address = address(weights);
             let call = RowsCall { x: grid(x)?, repeats, address, out: out as *mut u8, threads };
             let routing = self.sort(ids, shape)?;
             // SAFETY: as in `run`.
@@ -122,27 +129,57 @@ fn sort<I: ExpertId>(ids: GridTuple, shape: (usize, usize), experts: usize) -> R
     unsafe { Routing::new(ids.0 as *const I, [ids.2, ids.3], shape.into(), experts) }
 }
 
-fn declared(code: u8, weights: (WeightsTuple, WeightsTuple), gate: GateTuple) -> Result<Layer, CoreError> {
+fn declared(
+    weights: (WeightsTuple, WeightsTuple),
+    formats: (FormatTuple, FormatTuple),
+    gate: GateTuple,
+) -> Result<Layer, CoreError> {
     let (name, has_gate, is_concatenated, limit, alpha) = gate;
     let activation = Activation::from_name(&name).ok_or_else(|| unknown("activation", name))?;
-    let dtype = dtype(code)?;
-    let matrix = |(columns, depth, expert, column, step, of_bias, bias_step): WeightsTuple| Weights {
+    let (up, down) = (matrix(weights.0, formats.0)?, matrix(weights.1, formats.1)?);
+    Ok(Layer { up, down, gate: Gate { has_gate, is_concatenated, activation, limit, alpha } })
+}
+
+fn matrix(weights: WeightsTuple, format: FormatTuple) -> Result<Weights, CoreError> {
+    let (columns, depth, expert, column, step, of_bias, bias_step) = weights;
+    Ok(Weights {
         columns,
         depth,
         strides: [expert, column, step],
         bias_strides: [of_bias, bias_step],
-        dtype,
+        bias: dtype(format.1)?,
+        format: self::format(format)?,
+    })
+}
+
+fn format((code, _, scales): FormatTuple) -> Result<Format, CoreError> {
+    match (code, scales) {
+        (3, Some(of)) => Ok(Format::Codes(Code::E4m3, self::scales(of)?)),
+        (4, Some(of)) => Ok(Format::Codes(Code::E2m1, self::scales(of)?)),
+        (code, None) => Ok(Format::Plain(dtype(code)?)),
+        (code, Some(_)) => Err(unknown_code(code)),
+    }
+}
+
+fn scales(of: ScalesTuple) -> Result<Scales, CoreError> {
+    let (code, expert, row, step, columns, depths, alternate) = of;
+    let dtype = match code {
+        0 => ScaleDtype::F32,
+        1 => ScaleDtype::E8m0,
+        code => return Err(unknown_code(code)),
     };
-    let (up, down) = (matrix(weights.0), matrix(weights.1));
-    Ok(Layer { up, down, gate: Gate { has_gate, is_concatenated, activation, limit, alpha } })
+    if columns == 0 || depths == 0 {
+        return Err(unknown("block of scales", std::format!("{columns} columns, {depths} depths")));
+    }
+    Ok(Scales { strides: [expert, row, step], dtype, block: [columns, depths], alternate })
 }
 
 fn grid((address, code, row, column): GridTuple) -> Result<Grid, CoreError> {
     Ok(Grid { data: address as *const u8, dtype: dtype(code)?, strides: [row, column] })
 }
 
-fn address(matrix: usize, bias: usize) -> Address {
-    Address { matrix: matrix as *const u8, bias: bias as *const u8 }
+fn address((matrix, bias, scales): AddressTuple) -> Address {
+    Address { matrix: matrix as *const u8, bias: bias as *const u8, scales: scales as *const u8 }
 }
 
 fn dtype(code: u8) -> Result<Dtype, CoreError> {
@@ -150,8 +187,12 @@ fn dtype(code: u8) -> Result<Dtype, CoreError> {
         0 => Ok(Dtype::F32),
         1 => Ok(Dtype::Bf16),
         2 => Ok(Dtype::F16),
-        code => Err(CoreError { kind: ErrorKind::DtypeError, ..unknown("dtype", format!("code {code}")) }),
+        code => Err(unknown_code(code)),
     }
+}
+
+fn unknown_code(code: u8) -> CoreError {
+    CoreError { kind: ErrorKind::DtypeError, ..unknown("dtype", std::format!("code {code}")) }
 }
 
 fn unknown(what: &str, found: String) -> CoreError {

@@ -17,6 +17,11 @@ use crate::error::CoreError;
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
+#[cfg(target_arch = "x86_64")]
+mod codes_avx2;
+#[cfg(target_arch = "x86_64")]
+mod codes_avx512;
+pub mod format;
 pub mod gate;
 mod lanes;
 mod layer;
@@ -28,11 +33,12 @@ mod routing;
 mod rows;
 mod threads;
 
+use format::Format;
 use gate::Gate;
 use levels::{Level, Terms};
 use number::Dtype;
-use operand::Grid;
-use product::Matrix;
+use operand::{Grid, Kind};
+use product::{Codes, Matrix};
 pub use routing::Routing;
 
 /// Where the numbers of every expert's matrix and bias lie, without their address.
@@ -42,12 +48,14 @@ pub struct Weights {
     pub columns: usize,
     /// Length of a column.
     pub depth: usize,
-    /// Numbers from one expert, column and depth to the next.
+    /// Numbers (bytes of codes) from one expert, column and depth (byte of codes) to the next.
     pub strides: [isize; 3],
     /// Numbers from one expert's bias to the next, and from one column's.
     pub bias_strides: [isize; 2],
-    /// Type of matrix and bias.
-    pub dtype: Dtype,
+    /// Type of the bias.
+    pub bias: Dtype,
+    /// How the matrix is stored.
+    pub format: Format,
 }
 
 /// Addresses of a call's weights.
@@ -57,6 +65,8 @@ pub struct Address {
     pub matrix: *const u8,
     /// First bias, or null.
     pub bias: *const u8,
+    /// First scale of codes.
+    pub scales: *const u8,
 }
 
 /// The declared layout of a layer.
@@ -126,31 +136,37 @@ impl Weights {
     /// One expert's matrix.
     fn matrix(&self, address: &Address, expert: usize) -> Matrix {
         let [of_expert, column, step] = self.strides;
-        let at = |data: *const u8, stride: isize| {
-            if data.is_null() {
-                data
-            } else {
-                data.wrapping_offset(expert as isize * stride * self.dtype.size() as isize)
+        let at = |data: *const u8, stride: isize, size: usize| {
+            if data.is_null() { data } else { data.wrapping_offset(expert as isize * stride * size as isize) }
+        };
+        let codes = match self.format {
+            Format::Plain(_) => None,
+            Format::Codes(code, scales) => {
+                let data = at(address.scales, scales.strides[0], scales.dtype.size());
+                Some(Codes { code, scales, data })
             }
         };
         Matrix {
-            data: at(address.matrix, of_expert),
+            data: at(address.matrix, of_expert, self.format.unit()),
             column,
             step,
             depth: self.depth,
-            bias: at(address.bias, self.bias_strides[0]),
+            bias: at(address.bias, self.bias_strides[0], self.bias.size()),
             bias_step: self.bias_strides[1],
+            bias_dtype: self.bias,
+            codes,
         }
     }
 
     /// What products of rows of a type read: bfloat16 rows stay as they are where processors multiply them in pairs.
     fn terms(&self, rows: Dtype) -> Terms {
-        let [_, column, step] = self.strides;
-        let pairs = rows == Dtype::Bf16 && self.dtype == Dtype::Bf16;
-        if pairs && product::is_read_along_columns(column, step, self.depth) {
-            Terms::Pairs
-        } else {
-            Terms::Wide(self.dtype)
+        match self.format {
+            Format::Plain(Dtype::Bf16) if rows == Dtype::Bf16 && self.is_read_along_columns() => Terms::Pairs,
+            Format::Plain(dtype) => Terms::Wide(dtype),
+            Format::Codes(code, scales) if scales.groups(code, self.depth).is_some() => {
+                Terms::Codes(code, if rows == Dtype::Bf16 { Dtype::Bf16 } else { Dtype::F32 })
+            }
+            Format::Codes(..) => Terms::Written,
         }
     }
 
@@ -159,14 +175,18 @@ impl Weights {
     }
 
     fn bytes(&self) -> usize {
-        self.columns * self.depth * self.dtype.size()
+        self.columns * self.format.bytes(self.depth)
     }
 }
 
 impl Terms {
-    /// Type of the operand rows.
-    fn rows(self) -> Dtype {
-        if self == Self::Pairs { Dtype::Bf16 } else { Dtype::F32 }
+    /// Type and order of the operand rows.
+    fn rows(self) -> Kind {
+        match self {
+            Self::Pairs => Kind { dtype: Dtype::Bf16, order: None },
+            Self::Codes(code, dtype) => Kind { dtype, order: Some(code) },
+            Self::Wide(_) | Self::Written => Kind { dtype: Dtype::F32, order: None },
+        }
     }
 }
 

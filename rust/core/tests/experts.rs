@@ -1,6 +1,7 @@
 //! Every level of the CPU experts against the others, bit for bit, and against a loop in double precision.
 
 use proptest::prelude::*;
+use routed_experts_core::experts::format::Format;
 use routed_experts_core::experts::gate::{Activation, Gate};
 use routed_experts_core::experts::levels::{Level, available};
 use routed_experts_core::experts::number::{Bf16, Dtype, F16, Number};
@@ -72,7 +73,8 @@ impl Linear {
                 depth,
                 strides,
                 bias_strides: [columns as isize, 1],
-                dtype: case.weights,
+                bias: case.weights,
+                format: Format::Plain(case.weights),
             },
             matrix: Numbers::new(case.experts * columns * depth, case.weights, case.step, seed, scale),
             bias: case.bias.then(|| Numbers::new(case.experts * columns, case.weights, 1, seed + 1, 0.5)),
@@ -83,6 +85,7 @@ impl Linear {
         Address {
             matrix: self.matrix.data(),
             bias: self.bias.as_ref().map_or(std::ptr::null(), Numbers::data),
+            scales: std::ptr::null(),
         }
     }
 
@@ -269,8 +272,14 @@ fn tolerance(case: &Case) -> f64 {
     }
 }
 
+/// So many cases, or as few as `PROPTEST_CASES` says: under valgrind every one takes fifty times as long.
+fn config(cases: u32) -> ProptestConfig {
+    let default = ProptestConfig::default();
+    ProptestConfig { cases: cases.min(default.cases), failure_persistence: None, ..default }
+}
+
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 96, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(config(96))]
 
     #[test]
     fn levels_and_threads_agree_in_every_bit(case in cases()) {

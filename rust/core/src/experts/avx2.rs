@@ -1,13 +1,15 @@
 //! Sixteen lanes in two registers of AVX2.
 
 use std::arch::x86_64::{
-    __m256, __m256i, _mm_add_ps, _mm_add_ss, _mm_cvtss_f32, _mm_loadu_si128, _mm_movehl_ps, _mm_shuffle_ps,
-    _mm256_add_ps, _mm256_and_si256, _mm256_castps256_ps128, _mm256_castsi256_ps, _mm256_cvtepu16_epi32,
-    _mm256_cvtph_ps, _mm256_extractf128_ps, _mm256_fmadd_ps, _mm256_loadu_ps, _mm256_loadu_si256,
-    _mm256_set1_epi32, _mm256_set1_ps, _mm256_slli_epi32, _mm256_storeu_ps,
+    __m256, __m256i, _mm_add_ps, _mm_add_ss, _mm_cvtss_f32, _mm_loadu_ps, _mm_loadu_si128, _mm_movehl_ps,
+    _mm_shuffle_ps, _mm256_add_ps, _mm256_and_si256, _mm256_castps128_ps256, _mm256_castps256_ps128,
+    _mm256_castsi256_ps, _mm256_cvtepu16_epi32, _mm256_cvtph_ps, _mm256_extractf128_ps, _mm256_fmadd_ps,
+    _mm256_loadu_ps, _mm256_loadu_si256, _mm256_permutevar8x32_ps, _mm256_set1_epi32, _mm256_set1_ps,
+    _mm256_slli_epi32, _mm256_storeu_ps,
 };
 
-use super::lanes::Lanes;
+use super::codes_avx2;
+use super::lanes::{Lanes, lanes_of};
 use super::number::{Bf16, F16};
 
 /// AVX2, FMA and F16C.
@@ -86,6 +88,41 @@ impl Lanes for Avx2 {
         unsafe {
             let second = [_mm256_fmadd_ps(a[0], b[0], c[0]), _mm256_fmadd_ps(a[1], b[1], c[1])];
             [_mm256_fmadd_ps(a[2], b[2], second[0]), _mm256_fmadd_ps(a[3], b[3], second[1])]
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn halves(pairs: Self::Pairs) -> [Self::Single; 2] {
+        [[pairs[0], pairs[1]], [pairs[2], pairs[3]]]
+    }
+
+    #[inline(always)]
+    unsafe fn e4m3(from: *const u8) -> [Self::Pairs; 2] {
+        // SAFETY: see above.
+        unsafe { codes_avx2::e4m3(from) }
+    }
+
+    #[inline(always)]
+    unsafe fn e2m1(from: *const u8) -> [Self::Pairs; 4] {
+        // SAFETY: see above.
+        unsafe { codes_avx2::e2m1(from) }
+    }
+
+    type Pattern = [__m256i; 2];
+
+    #[inline(always)]
+    unsafe fn pattern(numbers: usize) -> Self::Pattern {
+        let lanes = lanes_of(numbers);
+        // SAFETY: see above; there are sixteen lanes.
+        unsafe { [_mm256_loadu_si256(lanes.as_ptr().cast()), _mm256_loadu_si256(lanes[8..].as_ptr().cast())] }
+    }
+
+    #[inline(always)]
+    unsafe fn spread(from: *const f32, pattern: Self::Pattern) -> Self::Single {
+        // SAFETY: see above; four numbers are readable.
+        unsafe {
+            let four = _mm256_castps128_ps256(_mm_loadu_ps(from));
+            [_mm256_permutevar8x32_ps(four, pattern[0]), _mm256_permutevar8x32_ps(four, pattern[1])]
         }
     }
 }

@@ -1,15 +1,17 @@
 //! Sixteen lanes in one register of AVX-512, with and without its products of bfloat16.
 
 use std::arch::x86_64::{
-    __m128, __m512, __m512bh, __m512i, _mm_storeu_ps, _mm256_add_ps, _mm256_castpd_ps, _mm256_loadu_si256,
-    _mm512_add_ps, _mm512_and_si512, _mm512_castps_pd, _mm512_castps512_ps128, _mm512_castps512_ps256,
-    _mm512_castsi512_ps, _mm512_cvtepu16_epi32, _mm512_cvtph_ps, _mm512_dpbf16_ps, _mm512_extractf64x4_pd,
-    _mm512_fmadd_ps, _mm512_loadu_ps, _mm512_loadu_si512, _mm512_maskz_compress_ps, _mm512_permute_ps,
+    __m128, __m512, __m512bh, __m512i, _mm_loadu_ps, _mm_storeu_ps, _mm256_add_ps, _mm256_castpd_ps,
+    _mm256_loadu_si256, _mm512_add_ps, _mm512_and_si512, _mm512_castps_pd, _mm512_castps128_ps512,
+    _mm512_castps512_ps128, _mm512_castps512_ps256, _mm512_castsi512_ps, _mm512_cvtepu16_epi32,
+    _mm512_cvtph_ps, _mm512_dpbf16_ps, _mm512_extractf64x4_pd, _mm512_fmadd_ps, _mm512_loadu_ps,
+    _mm512_loadu_si512, _mm512_maskz_compress_ps, _mm512_permute_ps, _mm512_permutexvar_ps,
     _mm512_set1_epi32, _mm512_set1_ps, _mm512_shuffle_f32x4, _mm512_slli_epi32, _mm512_storeu_ps,
 };
 
 use super::avx2::sum_of_eight;
-use super::lanes::Lanes;
+use super::codes_avx512 as codes;
+use super::lanes::{Lanes, lanes_of};
 use super::number::{Bf16, F16};
 
 /// AVX-512 as all of its processors have it.
@@ -20,7 +22,7 @@ pub struct Avx512;
 pub struct Avx512Bf16;
 
 macro_rules! lanes_in_one_register {
-    ($name:ty, $pairs:ty, $load_pairs:expr, $fused_pairs:expr) => {
+    ($name:ty, $pairs:ty, $load_pairs:expr, $fused_pairs:expr, $halves:expr, $e4m3:expr, $e2m1:expr) => {
         // SAFETY of every block below: the trait's caller answers for the instructions and the memory; all loads and
         // stores are those that need no alignment.
         impl Lanes for $name {
@@ -107,11 +109,51 @@ macro_rules! lanes_in_one_register {
                 // SAFETY: see above.
                 unsafe { $fused_pairs(a, b, c) }
             }
+
+            #[inline(always)]
+            unsafe fn halves(pairs: $pairs) -> [__m512; 2] {
+                // SAFETY: see above.
+                unsafe { $halves(pairs) }
+            }
+
+            #[inline(always)]
+            unsafe fn e4m3(from: *const u8) -> [$pairs; 2] {
+                // SAFETY: see above.
+                unsafe { $e4m3(_mm512_loadu_si512(from.cast())) }
+            }
+
+            #[inline(always)]
+            unsafe fn e2m1(from: *const u8) -> [$pairs; 4] {
+                // SAFETY: see above.
+                unsafe { $e2m1(_mm512_loadu_si512(from.cast())) }
+            }
+
+            type Pattern = __m512i;
+
+            #[inline(always)]
+            unsafe fn pattern(numbers: usize) -> __m512i {
+                // SAFETY: see above; there are sixteen lanes.
+                unsafe { _mm512_loadu_si512(lanes_of(numbers).as_ptr().cast()) }
+            }
+
+            #[inline(always)]
+            unsafe fn spread(from: *const f32, pattern: __m512i) -> __m512 {
+                // SAFETY: see above; four numbers are readable.
+                unsafe { _mm512_permutexvar_ps(pattern, _mm512_castps128_ps512(_mm_loadu_ps(from))) }
+            }
         }
     };
 }
-lanes_in_one_register!(Avx512, [__m512; 2], halves, fused_halves);
-lanes_in_one_register!(Avx512Bf16, __m512bh, as_pairs, dot_pairs);
+lanes_in_one_register!(Avx512, [__m512; 2], halves, fused_halves, same, codes::e4m3, codes::e2m1);
+lanes_in_one_register!(
+    Avx512Bf16,
+    __m512bh,
+    as_pairs,
+    dot_pairs,
+    halves_of_pairs,
+    codes::e4m3_pairs,
+    codes::e2m1_pairs
+);
 
 /// Four sums at once, each by the tree of `sum`.
 #[inline(always)]
@@ -144,7 +186,7 @@ unsafe fn fused_halves(a: [__m512; 2], b: [__m512; 2], c: __m512) -> __m512 {
 }
 
 #[inline(always)]
-unsafe fn as_pairs(pairs: __m512i) -> __m512bh {
+pub(super) unsafe fn as_pairs(pairs: __m512i) -> __m512bh {
     // SAFETY: two views of one register.
     unsafe { std::mem::transmute(pairs) }
 }
@@ -153,4 +195,15 @@ unsafe fn as_pairs(pairs: __m512i) -> __m512bh {
 unsafe fn dot_pairs(a: __m512bh, b: __m512bh, c: __m512) -> __m512 {
     // SAFETY: registers alone; the caller has the instructions.
     unsafe { _mm512_dpbf16_ps(c, a, b) }
+}
+
+#[inline(always)]
+unsafe fn halves_of_pairs(pairs: __m512bh) -> [__m512; 2] {
+    // SAFETY: two views of one register.
+    unsafe { halves(std::mem::transmute::<__m512bh, __m512i>(pairs)) }
+}
+
+#[inline(always)]
+unsafe fn same(halves: [__m512; 2]) -> [__m512; 2] {
+    halves
 }

@@ -3,7 +3,8 @@
 //! A sum of products runs in sixteen lanes, each a chain of fused multiply-adds, and ends in one tree. Wider or
 //! narrower registers change how many lanes an instruction holds, and nothing else.
 
-use super::number::{Bf16, F16, Number};
+use super::format::{Code, E2M1, e4m3};
+use super::number::{Bf16, Dtype, F16, Number};
 
 /// Lanes of a vector.
 pub const LANES: usize = 16;
@@ -51,6 +52,23 @@ pub trait Lanes {
     unsafe fn load_pairs(from: *const Bf16) -> Self::Pairs;
     /// Adds to each lane the product of the pairs' second numbers, rounds, adds that of the first, rounds.
     unsafe fn fused_pairs(a: Self::Pairs, b: Self::Pairs, c: Self::Single) -> Self::Single;
+    /// Second and first numbers of the pairs.
+    unsafe fn halves(pairs: Self::Pairs) -> [Self::Single; 2];
+    /// Sixty-four codes, in the order of [`Code::places`]; their numbers divided by `E4M3_FACTOR`.
+    unsafe fn e4m3(from: *const u8) -> [Self::Pairs; 2];
+    /// A hundred and twenty-eight codes in sixty-four bytes, in the order of [`Code::places`].
+    unsafe fn e2m1(from: *const u8) -> [Self::Pairs; 4];
+    /// Which of 1, 2 or 4 numbers each lane takes: all lanes one, or as many lanes each in turn.
+    type Pattern: Copy;
+    /// The pattern of so many numbers.
+    unsafe fn pattern(numbers: usize) -> Self::Pattern;
+    /// Four numbers, of which a pattern's lanes take theirs.
+    unsafe fn spread(from: *const f32, pattern: Self::Pattern) -> Self::Single;
+}
+
+/// Which of `numbers` each lane takes.
+pub fn lanes_of(numbers: usize) -> [i32; LANES] {
+    std::array::from_fn(|lane| (lane * numbers / LANES) as i32)
 }
 
 /// Asks for a line of memory ahead of its use, into the second cache, which can have more lines under way than the
@@ -128,4 +146,48 @@ impl Lanes for Portable {
         // Two bfloat16 have an exact product in float32, so that two instructions give what one would.
         std::array::from_fn(|lane| (c[lane] + a[0][lane] * b[0][lane]) + a[1][lane] * b[1][lane])
     }
+
+    #[inline(always)]
+    unsafe fn halves(pairs: Self::Pairs) -> [Self::Single; 2] {
+        pairs
+    }
+
+    #[inline(always)]
+    unsafe fn e4m3(from: *const u8) -> [Self::Pairs; 2] {
+        // SAFETY: sixty-four bytes are readable.
+        let codes = unsafe { from.cast::<[u8; 64]>().read() };
+        unfold(Code::E4m3, codes.map(e4m3))
+    }
+
+    #[inline(always)]
+    unsafe fn e2m1(from: *const u8) -> [Self::Pairs; 4] {
+        // SAFETY: sixty-four bytes are readable.
+        let codes = unsafe { from.cast::<[u8; 64]>().read() };
+        let number = |depth: usize| E2M1[(codes[depth / 2] >> (depth % 2 * 4) & 0xF) as usize];
+        unfold(Code::E2m1, std::array::from_fn::<_, 128, _>(number))
+    }
+
+    type Pattern = [i32; LANES];
+
+    #[inline(always)]
+    unsafe fn pattern(numbers: usize) -> Self::Pattern {
+        lanes_of(numbers)
+    }
+
+    #[inline(always)]
+    unsafe fn spread(from: *const f32, pattern: Self::Pattern) -> Self::Single {
+        // SAFETY: four numbers are readable, and a pattern has none beyond.
+        pattern.map(|lane| unsafe { from.add(lane as usize).read_unaligned() })
+    }
+}
+
+/// Numbers of a chunk in the order of its code: float32 rows are second numbers, then first ones, register by register.
+#[inline(always)]
+fn unfold<const D: usize, const R: usize>(code: Code, numbers: [f32; D]) -> [[[f32; LANES]; 2]; R] {
+    let mut registers = [[[0.0; LANES]; 2]; R];
+    for (number, place) in numbers.iter().zip(code.places(Dtype::F32)) {
+        let place = place as usize;
+        registers[place / 32][place / 16 % 2][place % 16] = *number;
+    }
+    registers
 }

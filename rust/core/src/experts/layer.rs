@@ -75,7 +75,7 @@ pub unsafe fn run(layer: &Layer, routing: &Routing, call: &Call, level: &Level) 
 fn units_of_item(layer: &Layer, routing: &Routing, workers: usize) -> usize {
     let inner = layer.down.depth;
     if layer.up.is_read_along_columns() {
-        let column_bytes = layer.up.depth * layer.up.dtype.size() * (layer.up.columns / inner.max(1)).max(1);
+        let column_bytes = layer.up.format.bytes(layer.up.depth) * (layer.up.columns / inner.max(1)).max(1);
         return (ITEM_BYTES / column_bytes.max(1)).next_multiple_of(LANES).clamp(LANES, 8 * LANES);
     }
     // Rows of the matrix are read: long pieces of them, as far as there is work for everybody.
@@ -132,9 +132,8 @@ impl Context<'_> {
         for (place, row) in own.products.chunks_exact(stride).enumerate() {
             let halves = Halves { gate: row, linear: &row[second..], step };
             self.level.gate(gate, halves, &mut own.values);
-            let to = self.gated.row(first + place).wrapping_add(start * self.gated.dtype.size());
             // SAFETY: the operand holds `inner` numbers a row, and these are this item's alone.
-            unsafe { with_number!(self.gated.dtype, write::<_>(&own.values, to)) };
+            unsafe { self.gated.write(first + place, start, &own.values) };
         }
     }
 

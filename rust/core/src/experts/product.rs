@@ -6,8 +6,9 @@
 
 use std::ops::Range;
 
+use super::format::{Code, Scales};
 use super::lanes::{LANES, Lanes};
-use super::number::{Bf16, F16, Number};
+use super::number::{Bf16, Dtype, F16, Number, with_number};
 
 /// Takes the tile whose number of rows, a constant of it, is what is left.
 macro_rules! of_rows_left {
@@ -23,20 +24,23 @@ macro_rules! of_rows_left {
     };
 }
 
+pub mod codes;
 mod dots;
+mod pack;
+mod scales;
 mod sums;
 
-/// What one row of results needs of its operand: rows are zero up to a multiple of this.
+/// What one row of results needs of its operand: rows are zero up to a multiple of this, or of a chunk of codes.
 pub const DEPTH_UNIT: usize = 32;
 
 /// One expert's matrix: columns, each over a depth.
 #[derive(Clone, Copy)]
 pub struct Matrix {
-    /// The first number.
+    /// The first number, or byte of codes.
     pub data: *const u8,
-    /// Numbers from one column to the next.
+    /// Numbers (bytes of codes) from one column to the next.
     pub column: isize,
-    /// Numbers from one depth to the next.
+    /// Numbers (bytes of codes) from one depth to the next.
     pub step: isize,
     /// Length of a column.
     pub depth: usize,
@@ -44,6 +48,21 @@ pub struct Matrix {
     pub bias: *const u8,
     /// Numbers from one bias to the next.
     pub bias_step: isize,
+    /// Type of the bias.
+    pub bias_dtype: Dtype,
+    /// What the numbers are, where they are codes.
+    pub codes: Option<Codes>,
+}
+
+/// The codes of one expert's matrix.
+#[derive(Clone, Copy)]
+pub struct Codes {
+    /// What a code stands for.
+    pub code: Code,
+    /// Layout of the scales.
+    pub scales: Scales,
+    /// The expert's first scale.
+    pub data: *const u8,
 }
 
 /// `out[row][column] = rows[row] . matrix[column] + bias[column]`, in float32.
@@ -182,16 +201,20 @@ pub unsafe fn multiply<L: Lanes, T: Terms<L>>(product: &Product<'_>) {
         } else {
             dots::columns_at_once::<L, T, 2>(product);
         }
-        add_bias::<T::Weight>(product);
+        add_bias(product);
     }
 }
 
-#[inline(always)]
-unsafe fn add_bias<W: Number>(product: &Product<'_>) {
-    let Matrix { bias, bias_step, .. } = product.matrix;
-    if bias.is_null() {
-        return;
+/// Adds the bias, if there is one.
+unsafe fn add_bias(product: &Product<'_>) {
+    if !product.matrix.bias.is_null() {
+        // SAFETY: the contract of `multiply`.
+        unsafe { with_number!(product.matrix.bias_dtype, add_bias_of::<_>(product)) };
     }
+}
+
+unsafe fn add_bias_of<W: Number>(product: &Product<'_>) {
+    let Matrix { bias, bias_step, .. } = product.matrix;
     for row in 0..product.rows.len() {
         for (place, column) in product.columns.clone().enumerate() {
             // SAFETY: there is a bias for every column, and these results are the product's own.

@@ -83,16 +83,12 @@ BACKEND = Backend(
             _HALVES_AND_FLOAT,
             {"kind": "torch", "min": "2.9"},
         ),
-<<<<<<< HEAD
         _row(
             "torch",
             "cuda",
             Cost(call_us=650, captured_us=85, bytes_per_us=3.8e6, flops_per_us=4.5e8),
             *_TORCH_ON_CUDA,
         ),
-        _row("loop", "cpu", Cost(call_us=60, expert_us=4, bytes_per_us=25e3, flops_per_us=2e5)),
-=======
-        _row("torch", "cuda", Cost(call_us=650, bytes_per_us=3.8e6, flops_per_us=4.5e8), *_TORCH_ON_CUDA),
         _row("loop", "cpu", Cost(call_us=60, expert_us=4, bytes_per_us=25e3, flops_per_us=2e5), _PLAIN),
         # Dequantizing runs at the rate of several passes over float32 copies, by torch operations.
         _row(
@@ -101,7 +97,6 @@ BACKEND = Backend(
         _row(
             "loop", "cpu", Cost(call_us=60, expert_us=50, bytes_per_us=25e3, flops_per_us=2e5, weight_passes=800), _FP4
         ),
->>>>>>> qcpu
         _row(
             "loop",
             "cuda",

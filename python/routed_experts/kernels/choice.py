@@ -52,7 +52,7 @@ class Choice(NamedTuple):
     ``split`` is into how many parts the second product's depth is cut where there are few programs; ``is_large``
     says that operands come through tensor descriptors; ``is_quantized`` is of the weights, ``reads_e4m3`` that the
     device converts such numbers itself.
-    ``quantizes`` is that rows are multiplied as E4M3 too.
+    ``quantizes`` is that rows are multiplied as E4M3 too, ``is_narrow`` that they are quantized where they are read.
     """
 
     is_sorted: bool
@@ -64,6 +64,7 @@ class Choice(NamedTuple):
     is_quantized: bool = False
     reads_e4m3: bool = True
     quantizes: bool = False
+    is_narrow: bool = False
 
 
 def sizes_of(experts: ExpertWeights, ids: Tensor) -> Sizes:
@@ -120,8 +121,8 @@ def _quantized(
     quantization = experts.quantization
     reads_e4m3 = device.capability >= _E4M3_SINCE
     mean = sizes.pairs / sizes.experts if is_sorted else 0.0
-    quantizes = may_quantize and is_sorted and dtype.itemsize == 2 and reads_e4m3
-    quantizes = quantizes and mean >= _MEAN_ROWS_QUANTIZED and _groups_fit(experts)
+    may_quantize = may_quantize and dtype.itemsize == 2 and reads_e4m3 and _groups_fit(experts)
+    quantizes = may_quantize and is_sorted and mean >= _MEAN_ROWS_QUANTIZED
     table = quantized_configs.table(device.capability, is_fp4=quantization.is_fp4, quantizes=quantizes)
     up, down = quantized_configs.products(table, mean, sizes.tokens)
     widths = 1 + experts.has_gate
@@ -129,7 +130,10 @@ def _quantized(
     down = quantized_configs.fit(down, 1, dtype.itemsize, quantization.is_fp4, device.shared_bytes)
     split = 1 if is_sorted else configs.split_of(down, sizes.pairs, sizes.inner, sizes.hidden)
     is_large = quantizes and device.capability >= (9, 0) and _flops(sizes) >= _LARGE_FLOPS and can_describe(experts)
-    return Choice(is_sorted, up, down, float32_precision(dtype), split, is_large, True, reads_e4m3, quantizes)
+    # Tensor cores take E4M3 as it is stored only as an operand of 64 rows (Hopper).
+    is_narrow = may_quantize and not quantizes and up.swap and down.swap
+    kinds = (is_large, True, reads_e4m3, quantizes, is_narrow)
+    return Choice(is_sorted, up, down, float32_precision(dtype), split, *kinds)
 
 
 def _groups_fit(experts: ExpertWeights) -> bool:

@@ -1,8 +1,8 @@
 """Numbers as quantized experts store them, inside a kernel: E4M3, two E2M1 codes a byte, and scales.
 
 Bytes stand for E4M3 where the device has no instruction that converts it (below SM89): they are then shifted into the
-place of a wider number's exponent and fraction, and a multiplication by a power of two corrects its bias. That is exact,
-subnormal numbers included.
+place of a wider number's exponent and fraction, and a multiplication by a power of two corrects its bias. That is
+exact, subnormal numbers included.
 """
 
 from __future__ import annotations
@@ -108,3 +108,15 @@ def block_of(index, Q: tl.constexpr):
 def scale_of_columns(scale, column_N, N: tl.constexpr, S_N: tl.constexpr, Q_N: tl.constexpr):
     """Where the scales of columns begin."""
     return scale + block_of(tl.where(column_N < N, column_N, 0), Q_N).to(tl.int64) * S_N
+
+
+@triton.jit
+def to_e4m3(tile, GROUP: tl.constexpr):
+    """Rows (M, N) as E4M3 and a scale for each GROUP columns, (M, N // GROUP); those of zeros have scale 1."""
+    M: tl.constexpr = tile.shape[0]
+    N: tl.constexpr = tile.shape[1]
+    groups = tl.reshape(tile, (M, N // GROUP, GROUP))
+    largest = tl.max(tl.abs(groups), axis=2)
+    scale = tl.where(largest > 0, tl.maximum(largest, 1e-30) / 448.0, 1.0)
+    # No quotient is as far above 448, the largest number, as would be rounded to another.
+    return tl.reshape(groups / scale[:, :, None], (M, N)).to(tl.float8e4nv), scale

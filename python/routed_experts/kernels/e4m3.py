@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from routed_experts.kernels.decode import load_scale, scale_of_columns
+from routed_experts.kernels.decode import load_scale, scale_of_columns, to_e4m3
 from routed_experts.kernels.gates import activate, gate_pair
 from routed_experts.kernels.product import IS_INTERPRETED, load_bias
 from routed_experts.kernels.rows import rows_of_tile, tile_and_block
@@ -20,18 +20,6 @@ from routed_experts.kernels.units import store_rows
 
 # fmt: off
 # One group of arguments a line: kernels have many, and a line each would hide what they are.
-
-
-@triton.jit
-def to_e4m3(tile, GROUP: tl.constexpr):
-    """Rows (M, N) as E4M3 and a scale for each GROUP columns, (M, N // GROUP); those of zeros have scale 1."""
-    M: tl.constexpr = tile.shape[0]
-    N: tl.constexpr = tile.shape[1]
-    groups = tl.reshape(tile, (M, N // GROUP, GROUP))
-    largest = tl.max(tl.abs(groups), axis=2)
-    scale = tl.where(largest > 0, tl.maximum(largest, 1e-30) / 448.0, 1.0)
-    groups = tl.minimum(tl.maximum(groups / scale[:, :, None], -448.0), 448.0)
-    return tl.reshape(groups, (M, N)).to(tl.float8e4nv), scale
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -60,12 +48,15 @@ def _weight_tile(
 ):
     """Weights (D, N) of some columns from ``column`` on."""
     if DESCRIBED:
-        return tl.trans(tl.reshape(weight.load([expert, column, start]), (BLOCK_N, BLOCK_D)))
-    column_N, d = column + tl.arange(0, BLOCK_N), start + tl.arange(0, BLOCK_D)
-    place = weight + expert.to(tl.int64) * W_E + column_N[None, :].to(tl.int64) * W_N + d[:, None] * W_D
-    if EVEN:
-        return tl.load(place)
-    return tl.load(place, mask=(column_N < N)[None, :] & (d < D)[:, None], other=0.0)
+        tile = tl.reshape(weight.load([expert, column, start]), (BLOCK_N, BLOCK_D))
+    else:
+        column_N, d = column + tl.arange(0, BLOCK_N), start + tl.arange(0, BLOCK_D)
+        place = weight + expert.to(tl.int64) * W_E + column_N[:, None].to(tl.int64) * W_N + d[None, :] * W_D
+        if EVEN:
+            tile = tl.load(place)
+        else:
+            tile = tl.load(place, mask=(column_N < N)[:, None] & (d < D)[None, :], other=0.0)
+    return tl.trans(tile)
 
 
 @triton.jit
@@ -183,11 +174,9 @@ def down_e4m3(
     if expert >= 0:
         first = tl.load(tiles + num_pairs + num_tiles + tile)
         GROUPS: tl.constexpr = (INNER + ROW_GROUP - 1) // ROW_GROUP
-        rows = a
-        if not DESCRIBED:
-            rows = a + row_M.to(tl.int64) * INNER
         acc, _unused = _product(
-            rows, first, a_scale + row_M.to(tl.int64) * GROUPS, mask_M, weight, scale, expert,
+            a if DESCRIBED else a + row_M.to(tl.int64) * INNER, first, a_scale + row_M.to(tl.int64) * GROUPS, mask_M,
+            weight, scale, expert,
             block * BLOCK_N, 0, INNER, HIDDEN, W_E, W_N, W_D, S_E, S_N, S_D, Q_N, Q_D, ROW_GROUP,
             BLOCK_M, BLOCK_N, BLOCK_D, EVEN, False, ONE_SCALE, DESCRIBED, not DESCRIBED)
         column_N = block * BLOCK_N + tl.arange(0, BLOCK_N)

@@ -80,8 +80,11 @@ def _up(
     }
     # A block of both halves divides each of them, and the last tile of the first half reads into the second.
     constants["EVEN"] &= not halves or sizes.inner % columns == 0
-    weight = descriptors.matrix_descriptor(matrix.weight, False, columns, config.depth) if choice.is_large else matrix.weight
-    arguments = (x, x_scale, tiles, weight, matrix.scale, matrix.bias, a, a_scale, sizes.pairs, num_tiles(sizes, config))
+    weight = matrix.weight
+    if choice.is_large:
+        weight = descriptors.matrix_descriptor(weight, False, columns, config.depth)
+    scale, bias, number = matrix.scale, matrix.bias, num_tiles(sizes, config)
+    arguments = (x, x_scale, tiles, weight, scale, bias, a, a_scale, sizes.pairs, number)
     grid = tile_grid(sizes, config, triton.cdiv(sizes.inner, config.columns))
     return Launch(e4m3.up_e4m3, grid, arguments, constants, config.warps, config.stages)
 

@@ -38,7 +38,7 @@ def _up_tile(
     FORMAT: tl.constexpr, S_E: tl.constexpr, S_N: tl.constexpr, S_D: tl.constexpr, Q_N: tl.constexpr, Q_D: tl.constexpr,
     GATE: tl.constexpr, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    EVEN: tl.constexpr, SWAP: tl.constexpr, PRECISION: tl.constexpr,
+    EVEN: tl.constexpr, SWAP: tl.constexpr, NARROW: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """One tile of the first product and its gate.
 
@@ -53,7 +53,7 @@ def _up_tile(
     if GATE == "none" or GATE == "raw":
         column_N = block * BLOCK_N + tl.arange(0, BLOCK_N)
         acc = any_product(rows_M, mask_M, matrix, scale, column_N, begin, end, HIDDEN, INNER, X_H, W_N, W_D,
-                          FORMAT, S_N, S_D, Q_N, Q_D, BLOCK_M, BLOCK_N, BLOCK_D, EVEN, SWAP, PRECISION)
+                          FORMAT, S_N, S_D, Q_N, Q_D, BLOCK_M, BLOCK_N, BLOCK_D, EVEN, SWAP, NARROW, PRECISION)
         if bias is not None:
             acc += load_bias(bias, expert, column_N, INNER, BIAS_E, BIAS_N)[None, :]
         if raw is not None:
@@ -68,9 +68,9 @@ def _up_tile(
         if FORMAT is not None:
             upper_scale += (INNER // Q_N) * S_N
         gate = any_product(rows_M, mask_M, matrix, scale, column_N, begin, end, HIDDEN, INNER, X_H, W_N, W_D,
-                           FORMAT, S_N, S_D, Q_N, Q_D, BLOCK_M, BLOCK_N, BLOCK_D, EVEN, SWAP, PRECISION)
+                           FORMAT, S_N, S_D, Q_N, Q_D, BLOCK_M, BLOCK_N, BLOCK_D, EVEN, SWAP, NARROW, PRECISION)
         linear = any_product(rows_M, mask_M, upper, upper_scale, column_N, begin, end, HIDDEN, INNER, X_H, W_N, W_D,
-                             FORMAT, S_N, S_D, Q_N, Q_D, BLOCK_M, BLOCK_N, BLOCK_D, EVEN, SWAP, PRECISION)
+                             FORMAT, S_N, S_D, Q_N, Q_D, BLOCK_M, BLOCK_N, BLOCK_D, EVEN, SWAP, NARROW, PRECISION)
         if bias is not None:
             gate += load_bias(bias, expert, column_N, INNER, BIAS_E, BIAS_N)[None, :]
             linear += load_bias(bias + INNER * BIAS_N, expert, column_N, INNER, BIAS_E, BIAS_N)[None, :]
@@ -83,7 +83,7 @@ def _up_tile(
             # Behind the last unit no column of the other half may be taken for one.
             both = tl.where(both < 2 * INNER, (both % 2) * INNER + both // 2, 2 * INNER)
         acc = any_product(rows_M, mask_M, matrix, scale, both, begin, end, HIDDEN, 2 * INNER, X_H, W_N, W_D,
-                          FORMAT, S_N, S_D, Q_N, Q_D, BLOCK_M, 2 * BLOCK_N, BLOCK_D, EVEN, SWAP, PRECISION)
+                          FORMAT, S_N, S_D, Q_N, Q_D, BLOCK_M, 2 * BLOCK_N, BLOCK_D, EVEN, SWAP, NARROW, PRECISION)
         if bias is not None:
             acc += load_bias(bias, expert, both, 2 * INNER, BIAS_E, BIAS_N)[None, :]
         gate, linear = tl.split(tl.reshape(acc, (BLOCK_M, BLOCK_N, 2)))
@@ -100,7 +100,7 @@ def _down_tile(
     BIAS_E: tl.constexpr, BIAS_N: tl.constexpr,
     FORMAT: tl.constexpr, S_E: tl.constexpr, S_N: tl.constexpr, S_D: tl.constexpr, Q_N: tl.constexpr, Q_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SPLIT: tl.constexpr,
-    EVEN: tl.constexpr, SWAP: tl.constexpr, PRECISION: tl.constexpr,
+    EVEN: tl.constexpr, SWAP: tl.constexpr, NARROW: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """One tile of the second product over one of SPLIT parts of I, not yet weighted."""
     rows_M = a + row_M.to(tl.int64) * INNER
@@ -112,7 +112,7 @@ def _down_tile(
     begin = split * part
     end = tl.minimum(begin + part, INNER)
     acc = any_product(rows_M, mask_M, matrix, scale, column_N, begin, end, INNER, HIDDEN, 1, W_N, W_D,
-                      FORMAT, S_N, S_D, Q_N, Q_D, BLOCK_M, BLOCK_N, BLOCK_D, EVEN, SWAP, PRECISION)
+                      FORMAT, S_N, S_D, Q_N, Q_D, BLOCK_M, BLOCK_N, BLOCK_D, EVEN, SWAP, NARROW, PRECISION)
     if bias is not None:
         value = load_bias(bias, expert, column_N, HIDDEN, BIAS_E, BIAS_N)[None, :]
         acc += tl.where(split == 0, value, 0.0)
@@ -131,7 +131,7 @@ def up_by_pair(
     FORMAT: tl.constexpr, S_E: tl.constexpr, S_N: tl.constexpr, S_D: tl.constexpr, Q_N: tl.constexpr, Q_D: tl.constexpr,
     GATE: tl.constexpr, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    EVEN: tl.constexpr, SWAP: tl.constexpr, PRECISION: tl.constexpr, COUNTERS: tl.constexpr,
+    EVEN: tl.constexpr, SWAP: tl.constexpr, NARROW: tl.constexpr, PRECISION: tl.constexpr, COUNTERS: tl.constexpr,
 ):
     """First product and gate, by pair; also clears the counters of the second launch."""
     pair = tl.program_id(0)
@@ -144,7 +144,7 @@ def up_by_pair(
         _up_tile(x, weight, scale, bias, out, None, expert, pair_M, pair_M, mask_M, tl.program_id(1),
                  K, HIDDEN, INNER, X_T, X_H, W_E, W_N, W_D, BIAS_E, BIAS_N,
                  FORMAT, S_E, S_N, S_D, Q_N, Q_D, GATE, ACTIVATION, LIMIT, ALPHA,
-                 BLOCK_M, BLOCK_N, BLOCK_D, EVEN, SWAP, PRECISION)
+                 BLOCK_M, BLOCK_N, BLOCK_D, EVEN, SWAP, NARROW, PRECISION)
 
 
 @triton.jit(do_not_specialize=["num_pairs"], do_not_specialize_on_alignment=["ids", "weights"])
@@ -157,7 +157,7 @@ def down_by_pair(
     FORMAT: tl.constexpr, S_E: tl.constexpr, S_N: tl.constexpr, S_D: tl.constexpr, Q_N: tl.constexpr, Q_D: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SPLIT: tl.constexpr,
-    EVEN: tl.constexpr, SWAP: tl.constexpr, PRECISION: tl.constexpr,
+    EVEN: tl.constexpr, SWAP: tl.constexpr, NARROW: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """Second product by pair, and the weighted sum: the last program to arrive at a column block sums it.
 
@@ -171,7 +171,7 @@ def down_by_pair(
         mask_M = begin + tl.arange(0, BLOCK_M) < count
         _down_tile(a, weight, scale, bias, slots, expert, pair_M, pair_M, mask_M, block, num_pairs, HIDDEN, INNER,
                    W_E, W_N, W_D, BIAS_E, BIAS_N,
-                   FORMAT, S_E, S_N, S_D, Q_N, Q_D, BLOCK_M, BLOCK_N, BLOCK_D, SPLIT, EVEN, SWAP, PRECISION)
+                   FORMAT, S_E, S_N, S_D, Q_N, Q_D, BLOCK_M, BLOCK_N, BLOCK_D, SPLIT, EVEN, SWAP, NARROW, PRECISION)
     # Every thread's stores come before the one thread's release.
     tl.debug_barrier()
     before = tl.atomic_add(arrived + block, 1, sem="acq_rel", scope="gpu")
@@ -192,7 +192,7 @@ def up_by_tile(
     FORMAT: tl.constexpr, S_E: tl.constexpr, S_N: tl.constexpr, S_D: tl.constexpr, Q_N: tl.constexpr, Q_D: tl.constexpr,
     GATE: tl.constexpr, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    EVEN: tl.constexpr, SWAP: tl.constexpr, PRECISION: tl.constexpr, GROUP: tl.constexpr,
+    EVEN: tl.constexpr, SWAP: tl.constexpr, NARROW: tl.constexpr, PRECISION: tl.constexpr, GROUP: tl.constexpr,
 ):
     """First product and gate, by tile; the product itself to ``raw`` (S, N) too, unless that is None."""
     tile, block = tile_and_block(tl.program_id(0), (INNER + BLOCK_N - 1) // BLOCK_N, GROUP)
@@ -201,7 +201,7 @@ def up_by_tile(
         _up_tile(x, weight, scale, bias, out, raw, expert, pair_M, row_M, mask_M, block,
                  K, HIDDEN, INNER, X_T, X_H, W_E, W_N, W_D, BIAS_E, BIAS_N,
                  FORMAT, S_E, S_N, S_D, Q_N, Q_D, GATE, ACTIVATION, LIMIT, ALPHA,
-                 BLOCK_M, BLOCK_N, BLOCK_D, EVEN, SWAP, PRECISION)
+                 BLOCK_M, BLOCK_N, BLOCK_D, EVEN, SWAP, NARROW, PRECISION)
 
 
 @triton.jit(do_not_specialize=["num_pairs", "num_tiles"])
@@ -211,7 +211,7 @@ def down_by_tile(
     BIAS_E: tl.constexpr, BIAS_N: tl.constexpr,
     FORMAT: tl.constexpr, S_E: tl.constexpr, S_N: tl.constexpr, S_D: tl.constexpr, Q_N: tl.constexpr, Q_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    EVEN: tl.constexpr, SWAP: tl.constexpr, PRECISION: tl.constexpr, GROUP: tl.constexpr,
+    EVEN: tl.constexpr, SWAP: tl.constexpr, NARROW: tl.constexpr, PRECISION: tl.constexpr, GROUP: tl.constexpr,
 ):
     """Second product by tile, not yet weighted: sorted rows to a row of every pair."""
     tile, block = tile_and_block(tl.program_id(0), (HIDDEN + BLOCK_N - 1) // BLOCK_N, GROUP)
@@ -219,4 +219,4 @@ def down_by_tile(
     if expert >= 0:
         _down_tile(a, weight, scale, bias, slots, expert, pair_M, row_M, mask_M, block, num_pairs, HIDDEN, INNER,
                    W_E, W_N, W_D, BIAS_E, BIAS_N,
-                   FORMAT, S_E, S_N, S_D, Q_N, Q_D, BLOCK_M, BLOCK_N, BLOCK_D, 1, EVEN, SWAP, PRECISION)
+                   FORMAT, S_E, S_N, S_D, Q_N, Q_D, BLOCK_M, BLOCK_N, BLOCK_D, 1, EVEN, SWAP, NARROW, PRECISION)

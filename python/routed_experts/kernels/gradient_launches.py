@@ -104,20 +104,19 @@ def unit_parts(choice: Choice, sizes: Sizes) -> int:
     return 1 if choice.is_large else 2 * int(triton.cdiv(sizes.inner, choice.up.columns))
 
 
-def gathered(
-    choice: Choice, sizes: Sizes, rows: Rows, matrix: Matrix, tiles: Tensor, out: Tensor
-) -> Launch:
+def gathered(choice: Choice, sizes: Sizes, rows: Rows, matrix: Matrix, tiles: Tensor, out: Tensor) -> Launch:
     """Rows of tokens or pairs times matrices to out (S, N), sorted."""
     config, depth, width = choice.up, rows.tensor.shape[1], out.shape[1]
     constants = {
         **block_constants(config, depth, width, choice.precision),
         **matrix.constants(),
+        "NARROW": False,
         **{"K": rows.per, "HIDDEN": depth, "INNER": width, "GROUP": GROUP},
         **{"X_T": row_stride(rows.tensor), "X_H": 1},
         **{"GATE": "raw", "ACTIVATION": "identity", "LIMIT": None, "ALPHA": None},
     }
     grid = tile_grid(sizes, config, triton.cdiv(width, config.columns))
-    arguments = (rows.tensor, tiles, matrix.weight, matrix.scale, None, out, None, sizes.pairs, num_tiles(sizes, config))
+    arguments = (rows.tensor, tiles, *matrix[:3], out, None, sizes.pairs, num_tiles(sizes, config))
     return Launch(kernels.up_by_tile, grid, arguments, constants, config.warps, config.stages)
 
 

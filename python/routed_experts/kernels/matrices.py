@@ -16,7 +16,7 @@ _NOT_QUANTIZED = {"FORMAT": None, "S_E": 0, "S_N": 0, "S_D": 0, "Q_N": 1, "Q_D":
 
 
 class Matrix(NamedTuple):
-    """One projection of all experts: (E, N, D), or (E, D, N) transposed.
+    """One projection of all experts: (E, N, D), or (E, D, N) transposed; its first three are arguments of kernels.
 
     ``scale`` has an element for ``rows`` of N by ``columns`` of D, in the order of the weight's dimensions; None
     where weights are not quantized. Of ``format`` e2m1, D is twice what is stored; e2m1_columns is the same read
@@ -24,9 +24,9 @@ class Matrix(NamedTuple):
     """
 
     weight: Tensor
+    scale: Tensor | None
     bias: Tensor | None
     is_transposed: bool
-    scale: Tensor | None = None
     format: str | None = None
     rows: int = 1
     columns: int = 1
@@ -55,9 +55,9 @@ class Matrix(NamedTuple):
 def up_matrix(experts: ExpertWeights, *, reads_e4m3: bool = True) -> Matrix:
     """The first projection; ``reads_e4m3`` says whether the device has instructions for such numbers."""
     scale = None if experts.quantization is None else experts.up_scale
-    parts = 1 + experts.has_gate
-    inner = experts.intermediate_size
-    matrix = _matrix(experts, experts.up_weight, experts.up_bias, scale, (parts * inner, experts.hidden_size), reads_e4m3)
+    parts, inner = 1 + experts.has_gate, experts.intermediate_size
+    shape = (parts * inner, experts.hidden_size)
+    matrix = _matrix(experts, experts.up_weight, experts.up_bias, scale, shape, reads_e4m3)
     if scale is None or parts == 1:
         return matrix
     if experts.is_concatenated:
@@ -82,7 +82,7 @@ def _matrix(
 ) -> Matrix:
     quantization = experts.quantization
     if quantization is None or scale is None:
-        return Matrix(weight, bias, experts.is_transposed)
+        return Matrix(weight, None, bias, experts.is_transposed)
     rows, columns = quantization.block or shape
     if quantization.is_fp4:
         name, weight = "e2m1", weight.view(torch.uint8)
@@ -90,4 +90,4 @@ def _matrix(
         name, weight = "e4m3", weight if reads_e4m3 else weight.view(torch.uint8)
     if scale.dtype == torch.float8_e8m0fnu:
         scale = scale.view(torch.uint8)
-    return Matrix(weight, bias, experts.is_transposed, scale, name, rows, columns)
+    return Matrix(weight, scale, bias, experts.is_transposed, name, rows, columns)

@@ -60,16 +60,17 @@ def up(
     constants = {
         **block_constants(config, sizes.hidden, out.shape[1], choice.precision),
         **matrix.constants(),
+        "NARROW": choice.is_narrow,
         **gate_constants(experts, is_raw),
         **{"K": sizes.slots, "HIDDEN": sizes.hidden, "INNER": out.shape[1], "X_T": row_stride(x), "X_H": 1},
     }
     columns = triton.cdiv(out.shape[1], config.columns)
     if choice.is_sorted:
-        arguments: tuple[Any, ...] = (x, rows, matrix.weight, matrix.scale, matrix.bias, out, raw, sizes.pairs, num_tiles(sizes, config))
+        arguments: tuple[Any, ...] = (x, rows, *matrix[:3], out, raw, sizes.pairs, num_tiles(sizes, config))
         constants["GROUP"] = GROUP
         return _launch(kernels.up_by_tile, tile_grid(sizes, config, columns), arguments, constants, config)
     constants.update(id_constants(sizes, ids), BLOCK_S=pair_block(sizes), COUNTERS=rows.numel())
-    arguments = (x, ids, matrix.weight, matrix.scale, matrix.bias, out, rows, sizes.pairs)
+    arguments = (x, ids, *matrix[:3], out, rows, sizes.pairs)
     return _launch(kernels.up_by_pair, (sizes.pairs, columns, 1), arguments, constants, config)
 
 
@@ -91,6 +92,7 @@ def down_by_pair(
     constants = {
         **block_constants(config, sizes.inner, sizes.hidden, choice.precision),
         **matrix.constants(),
+        "NARROW": choice.is_narrow,
         **id_constants(sizes, ids),
         **{"K": sizes.slots, "HIDDEN": sizes.hidden, "INNER": sizes.inner},
         **routing_strides(weights),
@@ -101,7 +103,7 @@ def down_by_pair(
         },
     }
     grid = (sizes.pairs, triton.cdiv(sizes.hidden, config.columns), choice.split)
-    arguments = (a, ids, weights, matrix.weight, matrix.scale, matrix.bias, slots, counters, out, sizes.pairs)
+    arguments = (a, ids, weights, *matrix[:3], slots, counters, out, sizes.pairs)
     return _launch(kernels.down_by_pair, grid, arguments, constants, config)
 
 
@@ -123,11 +125,11 @@ def rows_by_tile(sizes: Sizes, choice: Choice, rows: Tensor, matrix: Matrix, til
     constants = {
         **block_constants(config, depth, width, choice.precision),
         **matrix.constants(),
+        "NARROW": choice.is_narrow,
         **{"HIDDEN": width, "INNER": depth, "GROUP": GROUP},
     }
     grid = tile_grid(sizes, config, triton.cdiv(width, config.columns))
-    weight, scale, bias = matrix.weight, matrix.scale, matrix.bias
-    arguments = (rows, tiles, weight, scale, bias, slots, sizes.pairs, num_tiles(sizes, config))
+    arguments = (rows, tiles, *matrix[:3], slots, sizes.pairs, num_tiles(sizes, config))
     return _launch(kernels.down_by_tile, grid, arguments, constants, config)
 
 

@@ -80,9 +80,7 @@ def fit(config: Config, widths: int, row_bytes: int, is_fp4: bool, shared_limit:
         is_fp4: whether a byte has two weights.
         shared_limit: bytes of shared memory a block may have.
     """
-    return next(
-        smaller for smaller in smaller(config) if _shared(smaller, widths, row_bytes, is_fp4) <= shared_limit
-    )
+    return next(smaller for smaller in smaller(config) if _shared(smaller, widths, row_bytes, is_fp4) <= shared_limit)
 
 
 def smaller(config: Config) -> Iterator[Config]:

@@ -5,6 +5,9 @@ the summed dimension D one scale covers (Q_D):
 
 * all of it, or whole steps of BLOCK_D: to the float32 partial sums, which is as exact as they are;
 * less than a step: to the numbers themselves, in the rows' dtype. Powers of two are exact there.
+
+Where NARROW, E4M3 weights stay what they are and every step of the rows is quantized instead: so few rows are less work
+than so many weights, which then pass from memory to the tensor cores untouched.
 """
 
 from __future__ import annotations
@@ -12,7 +15,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from routed_experts.kernels.decode import block_of, load_scale, scale_of_columns, unfold_e2m1, widen_e2m1, widen_e4m3
+from routed_experts.kernels.decode import (
+    block_of,
+    load_scale,
+    scale_of_columns,
+    to_e4m3,
+    unfold_e2m1,
+    widen_e2m1,
+    widen_e4m3,
+)
 from routed_experts.kernels.product import IS_INTERPRETED, product
 
 # fmt: off
@@ -78,7 +89,7 @@ def stored_product(
     D: tl.constexpr, N: tl.constexpr, ROW_D: tl.constexpr, W_N: tl.constexpr, W_D: tl.constexpr,
     FORMAT: tl.constexpr, S_N: tl.constexpr, S_D: tl.constexpr, Q_N: tl.constexpr, Q_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    EVEN: tl.constexpr, SWAP: tl.constexpr, PRECISION: tl.constexpr,
+    EVEN: tl.constexpr, SWAP: tl.constexpr, NARROW: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """Rows times columns stored as a number a byte, or with FORMAT e2m1_columns as two columns a byte: (M, N)."""
     DTYPE: tl.constexpr = rows_M.dtype.element_ty
@@ -95,8 +106,17 @@ def stored_product(
             row = tl.load(row_ptr, mask=mask_M[:, None], other=0.0)
         else:
             row = tl.load(row_ptr, mask=mask_M[:, None] & rest[None, :], other=0.0)
-        tile = _stored_tile(weight_ptr, column_N, rest, DTYPE, N, FORMAT, EVEN)
-        if Q_D >= D:
+        tile = _stored_tile(weight_ptr, column_N, rest, tl.float8e4nv if NARROW else DTYPE, N, FORMAT, EVEN)
+        if NARROW:
+            row, row_scale = to_e4m3(row.to(tl.float32), BLOCK_D)
+            row_scale = tl.reshape(row_scale, (BLOCK_M,))
+            value_N = load_scale(place_N + (start // Q_D) * S_D, valid_N)
+            part = _dot(row, tile, tl.zeros_like(acc), SWAP, "ieee")
+            if SWAP:
+                acc += part * (value_N[:, None] * row_scale[None, :])
+            else:
+                acc += part * (row_scale[:, None] * value_N[None, :])
+        elif Q_D >= D:
             acc = _dot(row, tile, acc, SWAP, PRECISION)
         elif Q_D > 0 and Q_D % BLOCK_D == 0:
             value_N = load_scale(place_N + (start // Q_D) * S_D, valid_N)
@@ -108,7 +128,7 @@ def stored_product(
         weight_ptr += BLOCK_D * W_D
     if SWAP:
         acc = tl.trans(acc)
-    if Q_D >= D:
+    if Q_D >= D and not NARROW:
         acc *= load_scale(place_N, valid_N)[None, :]
     return acc
 
@@ -159,7 +179,7 @@ def any_product(
     D: tl.constexpr, N: tl.constexpr, ROW_D: tl.constexpr, W_N: tl.constexpr, W_D: tl.constexpr,
     FORMAT: tl.constexpr, S_N: tl.constexpr, S_D: tl.constexpr, Q_N: tl.constexpr, Q_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    EVEN: tl.constexpr, SWAP: tl.constexpr, PRECISION: tl.constexpr,
+    EVEN: tl.constexpr, SWAP: tl.constexpr, NARROW: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """Rows times columns of one expert's matrix over begin..end: (M, N), float32; FORMAT None is not quantized."""
     if FORMAT is None:
@@ -170,7 +190,7 @@ def any_product(
                              S_N, S_D, Q_N, Q_D, BLOCK_M, BLOCK_N, BLOCK_D, EVEN, SWAP, PRECISION)
     else:
         acc = stored_product(rows_M, mask_M, weight, scale, column_N, begin, end, D, N, ROW_D, W_N, W_D,
-                             FORMAT, S_N, S_D, Q_N, Q_D, BLOCK_M, BLOCK_N, BLOCK_D, EVEN, SWAP, PRECISION)
+                             FORMAT, S_N, S_D, Q_N, Q_D, BLOCK_M, BLOCK_N, BLOCK_D, EVEN, SWAP, NARROW, PRECISION)
     return acc
 
 

@@ -95,7 +95,7 @@ def declared(experts: ExpertWeights) -> str:
     """
     return (
         f"{experts.activation_name or 'identity'};{_constant(experts.swiglu_limit)};{_constant(experts.swiglu_alpha)};"
-        f"{experts.is_transposed};{experts.is_concatenated};{_scheme(experts)}"
+        f"{experts.is_transposed};{experts.is_concatenated}{_scheme(experts)}"
     )
 
 
@@ -104,13 +104,13 @@ def _scheme(experts: ExpertWeights) -> str:
     if scheme is None:
         return ""
     block = "" if scheme.block is None else "x".join(str(_constant(size)) for size in scheme.block)
-    return f"{scheme.fmt},{block},{scheme.activation_scheme},{str(scheme.scale_dtype).removeprefix('torch.')}"
+    return f";{scheme.fmt},{block},{scheme.activation_scheme},{str(scheme.scale_dtype).removeprefix('torch.')}"
 
 
-def _quantization(scheme: str) -> Quantization | None:
+def _quantization(scheme: list[str]) -> Quantization | None:
     if not scheme:
         return None
-    fmt, block, activation_scheme, scale_dtype = scheme.split(",")
+    fmt, block, activation_scheme, scale_dtype = scheme[0].split(",")
     height, _, width = block.partition("x")
     return Quantization(
         fmt, (int(height), int(width)) if block else None, activation_scheme, getattr(torch, scale_dtype)
@@ -131,7 +131,7 @@ def experts_of(tensors: list[Tensor | None], declared: str) -> ExpertWeights:
     )
     template = _templates.get(signature)
     if template is None:
-        activation, limit, alpha, transposed, concatenated, scheme = declared.split(";")
+        activation, limit, alpha, transposed, concatenated, *scheme = declared.split(";")
         template = ExpertWeights(
             **by_name,  # type: ignore[arg-type]
             quantization=_quantization(scheme),

@@ -40,9 +40,8 @@ def numbers(shape, is_fp4, generator):
     """Numbers as they are stored, (..., K) or (..., K / 2), and in float64."""
     if not is_fp4:
         stored = (torch.randn(shape, generator=generator) * 3).to(torch.float8_e4m3fn)
-        # Subnormal numbers, zeros of both signs and the largest ones are among them.
-        corners = torch.tensor([0x01, 0x83, 0x07, 0x00, 0x80, 0x7E, 0xFE, 0x08], dtype=torch.uint8)
-        stored.view(torch.uint8).flatten()[:8] = corners
+        # Subnormal numbers and zeros of both signs are among them.
+        stored.view(torch.uint8).flatten()[:6] = torch.tensor([0x01, 0x83, 0x07, 0x00, 0x80, 0x08], dtype=torch.uint8)
         return stored, stored.double()
     codes = torch.randint(0, 16, shape, generator=generator, dtype=torch.uint8)
     values = E2M1[(codes & 7).long()] * torch.where(codes >= 8, -1.0, 1.0)
@@ -77,8 +76,10 @@ def build(stored, *, experts=4, hidden=64, inner=32, seed=0, bias=False, dtype=t
     for projection, shape in shapes.items():
         weight, inverse, values = matrix(stored, shape, projection == "gate_up_proj", concatenated, g)
         if transposed:
-            weight, inverse, values = (t.mT.contiguous() for t in (weight.view(torch.uint8), _bytes(inverse), values))
+            weight, values = (t.mT.contiguous() for t in (weight.view(torch.uint8), values))
             weight = weight.view(torch.float8_e4m3fn)
+            # One scale for each half is not a grid of blocks, and stays as it is.
+            inverse = inverse if stored.block is None else _bytes(inverse).mT.contiguous()
             inverse = inverse.view(torch.float8_e8m0fnu) if stored.ue8m0 else inverse
         given |= {projection: weight, projection + "_scale_inv": inverse}
         wide[projection] = values

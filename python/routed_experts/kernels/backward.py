@@ -17,8 +17,8 @@ from routed_experts.kernels.configs import Config, smaller_ones, sums_config
 from routed_experts.kernels.fused import limits, run_smaller
 from routed_experts.kernels.gradient_launches import Rows
 from routed_experts.kernels.launch import Launch
-from routed_experts.kernels.matrices import Matrix, up_matrix
 from routed_experts.kernels.layout import launches
+from routed_experts.kernels.matrices import Matrix, up_matrix
 from routed_experts.kernels.steps import tile_lists
 from routed_experts.weights import ExpertWeights
 
@@ -120,7 +120,7 @@ class Backward:
         """Gradient of the tokens (T, H), summed over slots, from that of the first product (S, N)."""
         if "x" not in self.wanted:
             return {}
-        experts, sizes = self.experts, self.sizes
+        sizes = self.sizes
         slots, out = self.room, self.empty(sizes.tokens, sizes.hidden)
         self.in_room = None
         self.run(

@@ -47,11 +47,11 @@ def widen_e4m3(tile, DTYPE: tl.constexpr):
     """E4M3 numbers, or bytes that stand for them, in a wider type; exact."""
     if tile.dtype != tl.uint8:
         wide = tile.to(DTYPE)
-    elif DTYPE == tl.float16:
+    elif tl.float16 == DTYPE:
         bits = tile.to(tl.uint16)
         wide = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True) * 256.0
         wide = tl.where((bits & 0x7F) == 0x7F, float("nan"), wide).to(DTYPE)
-    elif DTYPE == tl.bfloat16 and not IS_INTERPRETED:
+    elif tl.bfloat16 == DTYPE and not IS_INTERPRETED:
         bits = tile.to(tl.uint16)
         wide = (((bits & 0x80) << 8) | ((bits & 0x7F) << 4)).to(tl.bfloat16, bitcast=True)
         wide = wide * tl.full((), 2.0**120, tl.bfloat16)
@@ -74,7 +74,7 @@ def widen_e2m1(code, DTYPE: tl.constexpr):
 @triton.jit
 def unfold_e2m1(tile, DTYPE: tl.constexpr):
     """The numbers in the low and in the high half of bytes."""
-    if DTYPE == tl.bfloat16 and not IS_INTERPRETED:
+    if tl.bfloat16 == DTYPE and not IS_INTERPRETED:
         low, high = tl.inline_asm_elementwise(
             _E2M1_TO_BF16, "=r,=r,=r,=r,r", [tile], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
         )
@@ -111,6 +111,15 @@ def scale_of_columns(scale, column_N, N: tl.constexpr, S_N: tl.constexpr, Q_N: t
 
 
 @triton.jit
+def _rounded_to_e4m3(x):
+    """float32 numbers whose digits are those of E4M3: the interpreter's own conversion loses what is carried."""
+    high = x * (2.0**20 + 1.0)
+    normal = high - (high - x)
+    subnormal = (x + 1.5 * 2.0**14) - 1.5 * 2.0**14
+    return tl.where(tl.abs(x) < 2.0**-6, subnormal, normal)
+
+
+@triton.jit
 def to_e4m3(tile, GROUP: tl.constexpr):
     """Rows (M, N) as E4M3 and a scale for each GROUP columns, (M, N // GROUP); those of zeros have scale 1."""
     M: tl.constexpr = tile.shape[0]
@@ -119,4 +128,7 @@ def to_e4m3(tile, GROUP: tl.constexpr):
     largest = tl.max(tl.abs(groups), axis=2)
     scale = tl.where(largest > 0, tl.maximum(largest, 1e-30) / 448.0, 1.0)
     # No quotient is as far above 448, the largest number, as would be rounded to another.
-    return tl.reshape(groups / scale[:, :, None], (M, N)).to(tl.float8e4nv), scale
+    groups = groups / scale[:, :, None]
+    if IS_INTERPRETED:
+        groups = _rounded_to_e4m3(groups)
+    return tl.reshape(groups, (M, N)).to(tl.float8e4nv), scale

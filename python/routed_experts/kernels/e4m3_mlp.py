@@ -117,6 +117,6 @@ def _constants(
         **{"BLOCK_M": config.rows, "BLOCK_N": config.columns, "BLOCK_D": config.depth, "GROUP": GROUP},
         "EVEN": depth % config.depth == 0 and width % columns == 0,
         # Whether all columns of a tile are in one block, which holds for a block that is as wide as a half too.
-        "ONE_SCALE": matrix.rows > 0 and (matrix.rows % columns == 0 or matrix.rows >= width),
+        "ONE_SCALE": matrix.block[0] > 0 and (matrix.block[0] % columns == 0 or matrix.block[0] >= width),
         "DESCRIBED": is_described,
     }

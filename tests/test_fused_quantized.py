@@ -106,3 +106,71 @@ def test_interleaved_halves(stored, tokens, is_transposed, capability, poisoned)
         is_transposed = False
     flags = {"is_concatenated": False, "is_transposed": is_transposed, "swiglu_limit": 1.5, "swiglu_alpha": 1.7}
     check(stored, tokens, tolerance=QUANTIZED_ROWS, **flags)
+
+
+@pytest.mark.parametrize("described", [False, True])
+@pytest.mark.parametrize(
+    ("stored", "flags"),
+    [
+        (FORMATS[0], {}),
+        (FORMATS[0], {"has_gate": False, "activation": "relu2", "bias": True}),
+        (Stored("fp8_block", (1, 128)), {"is_concatenated": False, "bias": True}),
+        (Stored("fp8_tensor"), {"is_concatenated": False}),
+    ],
+    ids=["halves", "no gate", "pairs", "tensor pairs"],
+)
+def test_rows_of_e4m3(stored, flags, described, kernels, monkeypatch, poisoned):
+    """Depths and widths that no tile divides; scales of more than one step."""
+    monkeypatch.setattr(kernels["choice"], "_LARGE_FLOPS", 0 if described else float("inf"))
+    ran = []
+    launch = kernels["fused"].launch
+    monkeypatch.setattr(kernels["fused"], "launch", lambda one: ran.append(one) or launch(one))
+    inner = 272 if stored.block != (128, 128) else 256
+    poisoned()
+    check(stored, 50, experts=2, sizes=(304, inner), tolerance=QUANTIZED_ROWS, **flags)
+    names = {one.kernel.__name__ for one in ran}
+    assert {"quantize_rows", "up_e4m3", "down_e4m3"} <= names
+    assert not names & {"up_by_tile", "down_by_tile"}
+    assert {one.constants["DESCRIBED"] for one in ran if one.kernel.__name__.endswith("_e4m3")} == {described}
+
+
+def test_no_tokens():
+    weights, _ = build(FORMATS[0])
+    empty = torch.zeros(0, 2)
+    assert rx.run_experts(torch.zeros(0, 64), empty.long(), empty, weights, backend=NAME).shape == (0, 64)
+
+
+@pytest.mark.parametrize("backend", [batched_mm, grouped_mm], ids=["batched_mm", "grouped_mm"])
+@pytest.mark.parametrize("tokens", [4, 40])
+@pytest.mark.parametrize("stored", [FORMATS[0], FORMATS[4], FORMATS[6]], ids=str)
+def test_products_of_other_backends(stored, tokens, backend, capability, poisoned):
+    spec, run = backend.BACKEND.rows[-1]
+    assert spec.path == "triton"
+    name = "interpreted_product"
+    rx.register_backend(name, run, spec=Spec(name=name, takes=spec.takes, gives=spec.gives))
+    try:
+        weights, wide = build(stored, bias=True, dtype=torch.float32)
+        x, ids, scale = routing(tokens, 2, 4, 64, torch.float32, sentinels=True)
+        poisoned()
+        out = rx.run_experts(x, ids, scale, weights, backend=name)
+        assert relative_error(out, experts_oracle(x, ids, scale, wide, {})) < 2e-6
+    finally:
+        rx.unregister_backend(name)
+
+
+@pytest.mark.parametrize("is_transposed", [False, True])
+@pytest.mark.parametrize("stored", [FORMATS[0], FORMATS[4], FORMATS[5], FORMATS[6]], ids=str)
+def test_gradients(stored, is_transposed, capability, poisoned):
+    """Of tokens and routing weights, through the numbers that the weights stand for."""
+    flags = {"is_transposed": is_transposed and stored.fmt != "mxfp4", "bias": True}
+    weights, wide = build(stored, dtype=torch.float32, **flags)
+    x, ids, scale = routing(9, 2, 4, 64, torch.float32, sentinels=True)
+    given = [t.clone().requires_grad_() for t in (x, scale)]
+    poisoned()
+    out = rx.run_experts(given[0], ids, given[1], weights, backend=NAME)
+    out.backward(torch.ones_like(out))
+    wanted = [t.double().requires_grad_() for t in (x, scale)]
+    declared = {"is_transposed": flags["is_transposed"]}
+    experts_oracle(wanted[0], ids, wanted[1], wide, declared).sum().backward()
+    for ours, theirs in zip(given, wanted, strict=True):
+        assert relative_error(ours.grad, theirs.grad) < 1e-5

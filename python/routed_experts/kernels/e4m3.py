@@ -43,14 +43,19 @@ def quantize_rows(
 @triton.jit
 def _weight_tile(
     weight, expert, column, start,
-    D: tl.constexpr, N: tl.constexpr, W_E: tl.constexpr, W_N: tl.constexpr, W_D: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, EVEN: tl.constexpr, DESCRIBED: tl.constexpr,
+    D: tl.constexpr, N: tl.constexpr, W_E: tl.constexpr, W_N: tl.constexpr, W_D: tl.constexpr, HALF: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, EVEN: tl.constexpr, TWO: tl.constexpr, DESCRIBED: tl.constexpr,
 ):
-    """Weights (D, N) of some columns from ``column`` on."""
+    """Weights (D, columns) from ``column`` on; TWO puts as many behind them that stand HALF further."""
+    COLUMNS: tl.constexpr = 2 * BLOCK_N if TWO else BLOCK_N
     if DESCRIBED:
-        tile = tl.reshape(weight.load([expert, column, start]), (BLOCK_N, BLOCK_D))
+        if TWO:
+            tile = tl.reshape(weight.load([expert, 0, column, start]), (COLUMNS, BLOCK_D))
+        else:
+            tile = tl.reshape(weight.load([expert, column, start]), (COLUMNS, BLOCK_D))
     else:
-        column_N, d = column + tl.arange(0, BLOCK_N), start + tl.arange(0, BLOCK_D)
+        within_N, d = tl.arange(0, COLUMNS), start + tl.arange(0, BLOCK_D)
+        column_N = column + within_N % BLOCK_N + within_N // BLOCK_N * HALF
         place = weight + expert.to(tl.int64) * W_E + column_N[:, None].to(tl.int64) * W_N + d[None, :] * W_D
         if EVEN:
             tile = tl.load(place)
@@ -60,15 +65,8 @@ def _weight_tile(
 
 
 @triton.jit
-def _scaled_sum(
-    acc, row, tile, row_scale, place, column, start,
-    N: tl.constexpr, S_D: tl.constexpr, Q_D: tl.constexpr, ONE_SCALE: tl.constexpr,
-):
-    """One step of a product, scaled and added; ``place`` is of the scale of all columns, or of each."""
-    if IS_INTERPRETED:
-        row, tile = row.to(tl.float32), tile.to(tl.float32)
-    part = tl.dot(row, tile)
-    value = load_scale(place + (start // Q_D) * S_D, column < N)
+def _add(acc, part, row_scale, value, ONE_SCALE: tl.constexpr):
+    """What one step has summed, scaled, added; ``value`` is the scale of all columns, or of each."""
     if ONE_SCALE:
         acc += part * (row_scale * value)[:, None]
     else:
@@ -78,25 +76,28 @@ def _scaled_sum(
 
 @triton.jit
 def _product(
-    rows, first, row_scale_M, mask_M, weight, scale, expert, column, other,
-    D: tl.constexpr, N: tl.constexpr, W_E: tl.constexpr, W_N: tl.constexpr, W_D: tl.constexpr,
+    rows, first, row_scale_M, mask_M, weight, scale, expert, column,
+    D: tl.constexpr, N: tl.constexpr, W_E: tl.constexpr, W_N: tl.constexpr, W_D: tl.constexpr, HALF: tl.constexpr,
     S_E: tl.constexpr, S_N: tl.constexpr, S_D: tl.constexpr, Q_N: tl.constexpr, Q_D: tl.constexpr,
     ROW_GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     EVEN: tl.constexpr, TWO: tl.constexpr, ONE_SCALE: tl.constexpr, DESCRIBED: tl.constexpr, BY_POINTER: tl.constexpr,
 ):
-    """Rows times BLOCK_N columns from ``column`` on and, if TWO, times as many from ``other`` on: both (M, N).
+    """Rows times BLOCK_N columns from ``column`` on and, if TWO, times as many HALF further: both (M, N).
 
-    ``rows`` are pointers to their first elements (BY_POINTER), or a descriptor of rows from ``first`` on.
+    ``rows`` are pointers to their first elements (BY_POINTER), or a descriptor of rows from ``first`` on. Scales are
+    read a step ahead: nothing else would hide how far away they are.
     """
     d = tl.arange(0, BLOCK_D)
     scale += expert.to(tl.int64) * S_E
-    columns, others = column, other
+    columns = column
     if not ONE_SCALE:
-        columns, others = column + tl.arange(0, BLOCK_N), other + tl.arange(0, BLOCK_N)
+        columns = column + tl.arange(0, BLOCK_N)
     place = scale_of_columns(scale, columns, N, S_N, Q_N)
-    other_place = scale_of_columns(scale, others, N, S_N, Q_N)
+    other_place = scale_of_columns(scale, columns + HALF, N, S_N, Q_N)
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     other_acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    row_scale = tl.load(row_scale_M, mask=mask_M, other=0.0)
+    value, other = load_scale(place, columns < N), load_scale(other_place, columns < N)
     for start in range(0, D, BLOCK_D):
         if BY_POINTER:
             mask = mask_M[:, None]
@@ -106,12 +107,20 @@ def _product(
         else:
             # A tile may reach into the next expert's rows; what comes of them is not stored.
             row = rows.load([first, start])
-        row_scale = tl.load(row_scale_M + start // ROW_GROUP, mask=mask_M, other=0.0)
-        tile = _weight_tile(weight, expert, column, start, D, N, W_E, W_N, W_D, BLOCK_N, BLOCK_D, EVEN, DESCRIBED)
-        acc = _scaled_sum(acc, row, tile, row_scale, place, columns, start, N, S_D, Q_D, ONE_SCALE)
+        tile = _weight_tile(
+            weight, expert, column, start, D, N, W_E, W_N, W_D, HALF, BLOCK_N, BLOCK_D, EVEN, TWO, DESCRIBED)
+        following = tl.minimum(start + BLOCK_D, D - 1)
+        next_row_scale = tl.load(row_scale_M + following // ROW_GROUP, mask=mask_M, other=0.0)
+        next_value = load_scale(place + (following // Q_D) * S_D, columns < N)
+        next_other = load_scale(other_place + (following // Q_D) * S_D, columns < N)
+        if IS_INTERPRETED:
+            row, tile = row.to(tl.float32), tile.to(tl.float32)
+        part = tl.dot(row, tile)
         if TWO:
-            tile = _weight_tile(weight, expert, other, start, D, N, W_E, W_N, W_D, BLOCK_N, BLOCK_D, EVEN, DESCRIBED)
-            other_acc = _scaled_sum(other_acc, row, tile, row_scale, other_place, others, start, N, S_D, Q_D, ONE_SCALE)
+            part, other_part = tl.split(tl.permute(tl.reshape(part, (BLOCK_M, 2, BLOCK_N)), (0, 2, 1)))
+            other_acc = _add(other_acc, other_part, row_scale, other, ONE_SCALE)
+        acc = _add(acc, part, row_scale, value, ONE_SCALE)
+        row_scale, value, other = next_row_scale, next_value, next_other
     return acc, other_acc
 
 
@@ -135,7 +144,7 @@ def up_e4m3(
         GROUPS: tl.constexpr = (HIDDEN + ROW_GROUP - 1) // ROW_GROUP
         acc, linear = _product(
             x + token_M * HIDDEN, 0, x_scale + token_M * GROUPS, mask_M, weight, scale, expert,
-            block * COLUMNS, INNER + block * COLUMNS, HIDDEN, WIDTH, W_E, W_N, W_D, S_E, S_N, S_D, Q_N, Q_D, ROW_GROUP,
+            block * COLUMNS, HIDDEN, WIDTH, W_E, W_N, W_D, INNER, S_E, S_N, S_D, Q_N, Q_D, ROW_GROUP,
             BLOCK_M, COLUMNS, BLOCK_D, EVEN, GATE == "halves", ONE_SCALE, DESCRIBED, True)
         column_N = block * BLOCK_N + tl.arange(0, BLOCK_N)
         if GATE == "pairs":
@@ -177,7 +186,7 @@ def down_e4m3(
         acc, _unused = _product(
             a if DESCRIBED else a + row_M.to(tl.int64) * INNER, first, a_scale + row_M.to(tl.int64) * GROUPS, mask_M,
             weight, scale, expert,
-            block * BLOCK_N, 0, INNER, HIDDEN, W_E, W_N, W_D, S_E, S_N, S_D, Q_N, Q_D, ROW_GROUP,
+            block * BLOCK_N, INNER, HIDDEN, W_E, W_N, W_D, 0, S_E, S_N, S_D, Q_N, Q_D, ROW_GROUP,
             BLOCK_M, BLOCK_N, BLOCK_D, EVEN, False, ONE_SCALE, DESCRIBED, not DESCRIBED)
         column_N = block * BLOCK_N + tl.arange(0, BLOCK_N)
         if bias is not None:

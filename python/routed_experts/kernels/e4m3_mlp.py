@@ -82,7 +82,7 @@ def _up(
     constants["EVEN"] &= not halves or sizes.inner % columns == 0
     weight = matrix.weight
     if choice.is_large:
-        weight = descriptors.matrix_descriptor(weight, False, columns, config.depth)
+        weight = descriptors.up_descriptor(experts, gate["GATE"], config.columns, config.depth)
     scale, bias, number = matrix.scale, matrix.bias, num_tiles(sizes, config)
     arguments = (x, x_scale, tiles, weight, scale, bias, a, a_scale, sizes.pairs, number)
     grid = tile_grid(sizes, config, triton.cdiv(sizes.inner, config.columns))

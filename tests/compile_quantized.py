@@ -53,13 +53,13 @@ SCHEMES = [
 
 
 def main():
-    # 24 experts: unsorted; a mean of 3, 8, 21 and 170 rows an expert; and a large call.
-    calls = [(1, 4), (18, 4), (48, 4), (128, 4), (1024, 4), (8192, 4)]
+    # 24 experts: unsorted; a mean of 3, 8 and 21 rows an expert; and a large call.
+    calls = [(1, 4), (18, 4), (48, 4), (128, 4), (8192, 4)]
     done = set()
     for capability in map(int, sys.argv[1:]):
         for scheme in SCHEMES:
-            for dtype, shape in ((torch.bfloat16, (24, 1024, 512)), (torch.float32, (24, 96, 64))):
-                for tokens, slots in calls:
+            for dtype, shape, few in ((torch.bfloat16, (24, 1024, 512), 5), (torch.float32, (24, 96, 64), 2)):
+                for tokens, slots in calls[:few]:
                     for one in launches(capability, scheme, dtype, tokens, slots, *shape):
                         key = (capability, one.kernel.__name__, str(one.constants), one.num_warps, one.num_stages)
                         if key in done or one.kernel.__module__.endswith("layout_kernels"):

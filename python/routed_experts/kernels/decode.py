@@ -45,13 +45,14 @@ prmt.b32 $3, upper, lower, 0x3715;
 @triton.jit
 def widen_e4m3(tile, DTYPE: tl.constexpr):
     """E4M3 numbers, or bytes that stand for them, in a wider type; exact."""
+    BFLOAT16: tl.constexpr = False if IS_INTERPRETED else DTYPE == tl.bfloat16
     if tile.dtype != tl.uint8:
         wide = tile.to(DTYPE)
-    elif tl.float16 == DTYPE:
+    elif DTYPE == tl.float16:
         bits = tile.to(tl.uint16)
         wide = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True) * 256.0
         wide = tl.where((bits & 0x7F) == 0x7F, float("nan"), wide).to(DTYPE)
-    elif tl.bfloat16 == DTYPE and not IS_INTERPRETED:
+    elif BFLOAT16:
         bits = tile.to(tl.uint16)
         wide = (((bits & 0x80) << 8) | ((bits & 0x7F) << 4)).to(tl.bfloat16, bitcast=True)
         wide = wide * tl.full((), 2.0**120, tl.bfloat16)
@@ -74,7 +75,8 @@ def widen_e2m1(code, DTYPE: tl.constexpr):
 @triton.jit
 def unfold_e2m1(tile, DTYPE: tl.constexpr):
     """The numbers in the low and in the high half of bytes."""
-    if tl.bfloat16 == DTYPE and not IS_INTERPRETED:
+    BFLOAT16: tl.constexpr = False if IS_INTERPRETED else DTYPE == tl.bfloat16
+    if BFLOAT16:
         low, high = tl.inline_asm_elementwise(
             _E2M1_TO_BF16, "=r,=r,=r,=r,r", [tile], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
         )

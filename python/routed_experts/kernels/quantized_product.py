@@ -47,14 +47,16 @@ def _scaled(tile, place_N, first, D: tl.constexpr, S_D: tl.constexpr, Q_D: tl.co
     """A tile (N, BLOCK_D) times its scales, several along D; ``place_N`` is where those of its columns begin."""
     BLOCK_N: tl.constexpr = tile.shape[0]
     # Powers of two have the range and all the digits of bfloat16.
-    EXACT: tl.constexpr = place_N.dtype.element_ty == tl.uint8 and tile.dtype == tl.bfloat16
+    EXACT: tl.constexpr = tile.dtype == tl.bfloat16 if place_N.dtype.element_ty == tl.uint8 else False
     if Q_D > 0 and BLOCK_D % Q_D == 0:
         GROUPS: tl.constexpr = BLOCK_D // Q_D
         group = first // Q_D + tl.arange(0, GROUPS)
         mask = (group < (D + Q_D - 1) // Q_D)[None, :] & (tl.arange(0, BLOCK_N) >= 0)[:, None]
         scale = load_scale(place_N[:, None] + group[None, :] * S_D, mask)
         groups = tl.reshape(tile, (BLOCK_N, GROUPS, Q_D))
-        if EXACT and not IS_INTERPRETED:
+        if IS_INTERPRETED:
+            groups = (groups.to(tl.float32) * scale[:, :, None]).to(tile.dtype)
+        elif EXACT:
             groups *= scale.to(tile.dtype)[:, :, None]
         else:
             groups = (groups.to(tl.float32) * scale[:, :, None]).to(tile.dtype)

@@ -118,16 +118,16 @@ def _flops(sizes: Sizes) -> int:
 def _quantized(
     experts: ExpertWeights, sizes: Sizes, dtype: torch.dtype, device: Device, *, is_sorted: bool, may_quantize: bool
 ) -> Choice:
-    quantization = experts.quantization
+    is_fp4 = experts.dtype == torch.int8
     reads_e4m3 = device.capability >= _E4M3_SINCE
     mean = sizes.pairs / sizes.experts if is_sorted else 0.0
     may_quantize = may_quantize and dtype.itemsize == 2 and reads_e4m3 and _groups_fit(experts)
     quantizes = may_quantize and is_sorted and mean >= _MEAN_ROWS_QUANTIZED
-    table = quantized_configs.table(device.capability, is_fp4=quantization.is_fp4, quantizes=quantizes)
+    table = quantized_configs.table(device.capability, is_fp4=is_fp4, quantizes=quantizes)
     up, down = quantized_configs.products(table, mean, sizes.tokens)
     widths = 1 + experts.has_gate
-    up = quantized_configs.fit(up, widths, dtype.itemsize, quantization.is_fp4, device.shared_bytes)
-    down = quantized_configs.fit(down, 1, dtype.itemsize, quantization.is_fp4, device.shared_bytes)
+    up = quantized_configs.fit(up, widths, dtype.itemsize, is_fp4, device.shared_bytes)
+    down = quantized_configs.fit(down, 1, dtype.itemsize, is_fp4, device.shared_bytes)
     split = 1 if is_sorted else configs.split_of(down, sizes.pairs, sizes.inner, sizes.hidden)
     is_large = quantizes and device.capability >= (9, 0) and _flops(sizes) >= _LARGE_FLOPS and can_describe(experts)
     # Tensor cores take E4M3 as it is stored only as an operand of 64 rows (Hopper).
@@ -139,7 +139,9 @@ def _quantized(
 def _groups_fit(experts: ExpertWeights) -> bool:
     """Whether E4M3 weights have scales that cover whole steps of their product."""
     quantization = experts.quantization
-    if quantization.is_fp4 or quantization.activation_scheme != "dynamic" or experts.is_transposed:
+    if quantization is None or quantization.is_fp4 or experts.is_transposed:
+        return False
+    if quantization.activation_scheme != "dynamic":
         return False
     return quantization.block is None or quantization.block[1] % quantized_configs.ROW_GROUP == 0
 

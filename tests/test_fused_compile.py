@@ -46,3 +46,12 @@ def test_kernels_of_gradients_compile_and_fit(capability, tmp_path):
     if capability >= 90:
         wanted |= {"up_large", "down_large", "units_gradient_large"}
     assert wanted <= compiled("compile_gradients.py", capability, tmp_path)
+
+
+@pytest.mark.parametrize("capability", [80, 89, 90, 120])
+@pytest.mark.timeout(400)
+def test_kernels_of_quantized_experts_compile_and_fit(capability, tmp_path):
+    wanted = {"up_by_pair", "down_by_pair", "up_by_tile", "down_by_tile"}
+    if capability >= 89:
+        wanted |= {"quantize_rows", "up_e4m3", "down_e4m3"}
+    assert wanted <= compiled("compile_quantized.py", capability, tmp_path)

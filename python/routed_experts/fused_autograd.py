@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from routed_experts.combine import wants_grad
 from routed_experts.errors import LayoutError
 from routed_experts.facts import MAIN_GRAD, keeps_first_product, uses_main_gradients
-from routed_experts.weights import WEIGHT_NAMES, ExpertWeights, named
+from routed_experts.weights import TENSOR_NAMES, WEIGHT_NAMES, ExpertWeights, named
 
 # Where the tensors of the experts stand among the arguments of a step: behind x and the routing weights.
 _FIRST = 2
@@ -27,7 +27,7 @@ PARAMETERS = {
 
 def differentiable(step: str, experts: ExpertWeights, x: Tensor, ids: Tensor, weights: Tensor | None = None) -> Tensor:
     """Run a step of ``kernels.training.STEPS``; where one is wanted, its result knows its gradients."""
-    tensors = experts.tensors()[: len(WEIGHT_NAMES)]
+    tensors = experts.tensors()
     if not wants_grad(x, weights, *tensors):
         # Triton is an optional package: it is imported when kernels run.
         from routed_experts.kernels import training
@@ -59,13 +59,13 @@ class _Step(torch.autograd.Function):
 
         ids, u, tiles, x, weights, *tensors = ctx.saved_tensors
         experts = ctx.layout.with_tensors(named(tensors))
-        needs = ctx.needs_input_grad[-_FIRST - len(WEIGHT_NAMES) :]
+        needs = ctx.needs_input_grad[-_FIRST - len(TENSOR_NAMES) :][: _FIRST + len(WEIGHT_NAMES)]
         mains = _main_gradients(ctx.step, ctx.parameters, needs)
         kept = training.Kept(u, tiles)
         grads = training.backward(ctx.step, experts, x, ids, weights, kept, grad, needs, mains)
         for place in mains:
             grads[place] = _added(ctx.parameters[place])
-        return None, None, None, *grads
+        return None, None, None, *grads, *[None] * (len(TENSOR_NAMES) - len(WEIGHT_NAMES))
 
 
 def _main_gradients(step: str, parameters: Sequence[Tensor | None], needs: Sequence[bool]) -> dict[int, Tensor]:

@@ -11,7 +11,10 @@ from routed_experts.compiled import declared, experts_of, is_transposed
 from routed_experts.facts import keeps_first_product
 from routed_experts.fused_autograd import PARAMETERS
 from routed_experts.gates import apply_gate
-from routed_experts.weights import WEIGHT_NAMES, ExpertWeights
+from routed_experts.weights import SCALE_NAMES, WEIGHT_NAMES, ExpertWeights
+
+# The tensors of an operator: scales of activations are none of them, for such experts are not run here.
+_OPERANDS = (*WEIGHT_NAMES, *SCALE_NAMES[:3])
 
 
 def traced(experts: ExpertWeights, x: Tensor, ids: Tensor, weights: Tensor, *, in_one: bool, training: bool) -> Tensor:
@@ -23,7 +26,7 @@ def traced(experts: ExpertWeights, x: Tensor, ids: Tensor, weights: Tensor, *, i
 
     def step(name: str, x: Tensor, weights: Tensor | None = None) -> Tensor:
         # An operator has a gradient for every tensor that asks for one: those of other steps must not.
-        named = zip(WEIGHT_NAMES, tensors[: len(WEIGHT_NAMES)], strict=True)
+        named = zip(_OPERANDS, tensors[: len(_OPERANDS)], strict=True)
         own = [t if t is None or of in PARAMETERS[name] else t.detach() for of, t in named]
         out: Tensor = torch.ops.routed_experts.fused_step(name, x, ids, weights, *own, text, keeps_first_product())[0]
         return out
@@ -58,6 +61,9 @@ def _step(
     gate_up_proj_bias: Tensor | None,
     up_proj_bias: Tensor | None,
     down_proj_bias: Tensor | None,
+    gate_up_proj_scale_inv: Tensor | None,
+    up_proj_scale_inv: Tensor | None,
+    down_proj_scale_inv: Tensor | None,
     text: str,
     keep: bool,
 ) -> tuple[Tensor, Tensor]:
@@ -68,6 +74,7 @@ def _step(
     from routed_experts.kernels.training import forward
 
     tensors = [gate_up_proj, up_proj, down_proj, gate_up_proj_bias, up_proj_bias, down_proj_bias]
+    tensors += [gate_up_proj_scale_inv, up_proj_scale_inv, down_proj_scale_inv]
     out, kept = forward(name, experts_of(tensors, text), x, ids, weights, keep)
     return out, x.new_empty(0) if kept.u is None else kept.u
 
@@ -99,7 +106,7 @@ def _(x: Tensor, *rest: Any) -> Tensor:
 
 @_step.register_fake
 def _(name: str, x: Tensor, ids: Tensor, weights: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
-    gated, ungated, down, _, _, _, text, keep = rest
+    gated, ungated, down, *_, text, keep = rest
     pairs = ids.shape[0] * ids.shape[1]
     up = _columns(ungated if gated is None else gated, text)
     shape = {"up": (pairs, up), "down": (pairs, _columns(down, text)), "weigh": (ids.shape[0], x.shape[1])}
@@ -113,7 +120,7 @@ def _(
 ) -> list[Tensor]:
     _, needs = rest
     rows = zip((x, weights), needs[:2], strict=True)
-    matrices = zip(tensors, needs[2:], strict=True)
+    matrices = zip(tensors[: len(WEIGHT_NAMES)], needs[2:], strict=True)
     nothing = x.new_empty(0)
     return [
         *(nothing.clone() if t is None or not need else t.new_empty(t.shape) for t, need in rows),
@@ -136,11 +143,11 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 def _gradients(ctx: Any, grad: Tensor, _grad_u: Tensor) -> tuple[Tensor | None, ...]:
     (name, text), (u, ids, x, weights, *tensors) = ctx.rest, ctx.saved_tensors
     _, of_x, _, of_weights, *of_tensors = ctx.needs_input_grad[: 4 + len(tensors)]
-    needs = [of_x, of_weights, *of_tensors]
+    needs = [of_x, of_weights, *of_tensors[: len(WEIGHT_NAMES)]]
     backward = torch.ops.routed_experts.fused_step_backward
     grads = backward(name, grad, u, ids, x, weights, tensors, text, needs)
     grad_x, grad_weights, *rest = (one if need else None for one, need in zip(grads, needs, strict=True))
-    return None, grad_x, None, grad_weights, *rest, None, None
+    return None, grad_x, None, grad_weights, *rest, *[None] * (len(_OPERANDS) - len(WEIGHT_NAMES)), None, None
 
 
 _step.register_autograd(_gradients, setup_context=_save)

@@ -3,7 +3,8 @@
 On CUDA there are two launches for few pairs: every first pair of an expert leads its rows through the first product
 and the gate, then through the second; the last program of a column block weighs and sums. Above, ids are sorted on the
 device and cut into tiles, and the weighted sum is a launch of its own. A gate or norm of one's own stands between the
-launches as it is. Where a gradient is wanted ids are always sorted, and the first product is kept: see
+launches as it is. Quantized weights are read as they are stored; kernels/quantized_product.py and e4m3.py say how.
+Where a gradient is wanted ids are always sorted, and the first product is kept: see
 kernels/training.py.
 """
 
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from routed_experts import fused_cpu
+from routed_experts.backends.own_kernels import OWN_KERNELS
 from routed_experts.backends.spec import Backend, Cost, Requirement, Spec
 from routed_experts.combine import wants_grad
 from routed_experts.fused_autograd import differentiable
@@ -31,14 +33,14 @@ _FLOATS = {"kind": "dtype", "any_of": ["float32", "bfloat16", "float16"]}
 _ANYWHERE = (
     _FLOATS,
     {"kind": "dynamic_activation_scales"},
-    {"kind": "unquantized"},
 )
 
 
 def run(experts: ExpertWeights, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor) -> Tensor:
     """Run the experts of every token and sum over slots: (T, H) in the dtype of x."""
-    in_one = _in_one(experts)
     training = wants_grad(x_TH, weights_TK, *experts._tensors.values())
+    # Gradients go through quantized weights one product at a time.
+    in_one = _in_one(experts) and not (training and experts.quantization is not None)
     if torch.compiler.is_compiling():
         return traced(experts, x_TH, index_TK, weights_TK, in_one=in_one, training=training)
     if in_one and training:
@@ -83,20 +85,7 @@ def _on_cuda() -> Spec:
         name="fused",
         path="triton",
         devices=("cuda",),
-        requires=(
-            *_ANYWHERE,
-            {"kind": "capability", "min": (8, 0)},
-            {
-                # The E4M3 conversion instructions begin with SM89.
-                "kind": "when",
-                "formats": ["fp8_block", "mxfp8", "fp8_tensor"],
-                "then": {"kind": "capability", "min": (8, 9)},
-            },
-            {"kind": "package", "name": "triton", "min": "3.3"},
-            {"kind": "c_compiler"},
-            # What the kernels that sort hold in registers; kernels/layout.py.
-            {"kind": "at_most", "n": 4096, "dims": ["num_experts"]},
-        ),
+        requires=(*_ANYWHERE, *OWN_KERNELS),
         cost={"cuda": Cost(call_us=20, captured_us=8, bytes_per_us=4.1e6, flops_per_us=6.2e8)},
     )
 

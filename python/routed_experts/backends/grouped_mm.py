@@ -11,6 +11,7 @@ from functools import partial
 
 from torch import Tensor
 
+from routed_experts.backends.own_kernels import QUANTIZED_PRODUCTS
 from routed_experts.backends.spec import Backend, Cost, Requirement, Spec
 from routed_experts.layout import ExpertLayout
 from routed_experts.linear import down_product, up_product
@@ -103,5 +104,6 @@ BACKEND = Backend(
             Cost(call_us=650, expert_us=34, bytes_per_us=4e6, flops_per_us=5.5e8),
             {"kind": "not_capturing"},
         ),
+        _row("triton", "cuda", Cost(call_us=350, bytes_per_us=3.5e6, flops_per_us=2e8), *QUANTIZED_PRODUCTS),
     )
 )

@@ -18,6 +18,7 @@ from routed_experts.kernels.fused import limits, run_smaller
 from routed_experts.kernels.gradient_launches import Rows
 from routed_experts.kernels.launch import Launch
 from routed_experts.kernels.layout import launches
+from routed_experts.kernels.matrices import Matrix, up_matrix
 from routed_experts.kernels.steps import tile_lists
 from routed_experts.weights import ExpertWeights
 
@@ -65,6 +66,10 @@ class Backward:
         out = torch.empty(self.sizes.experts, 2, dtype=torch.int32, device=self.ids.device)
         self.run(out, lambda choice: [gradient_launches.ranges(choice, self.sizes, self.tiles, out)])
         return out
+
+    def matrix(self, of: Callable[..., Matrix], choice: Choice) -> Matrix:
+        """A projection's matrix turned, for gradients of its rows."""
+        return of(self.experts, reads_e4m3=choice.reads_e4m3).turned()
 
     def empty(self, *shape: int) -> Tensor:
         """Memory in the dtype of the products."""
@@ -115,14 +120,13 @@ class Backward:
         """Gradient of the tokens (T, H), summed over slots, from that of the first product (S, N)."""
         if "x" not in self.wanted:
             return {}
-        experts, sizes = self.experts, self.sizes
+        sizes = self.sizes
         slots, out = self.room, self.empty(sizes.tokens, sizes.hidden)
         self.in_room = None
-        weight, transposed = experts.up_weight, not experts.is_transposed
         self.run(
             slots,
             lambda choice: [
-                mlp.rows_by_tile(sizes, choice, u_grad, weight, None, transposed, self.tiles, slots),
+                mlp.rows_by_tile(sizes, choice, u_grad, self.matrix(up_matrix, choice), self.tiles, slots),
                 mlp.weigh(slots, self.ids, None, out, sizes.experts),
             ],
         )

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from routed_experts.kernels import configs
+from routed_experts.kernels import configs, quantized_configs
 from routed_experts.kernels.configs import Config, smaller_ones
 from routed_experts.kernels.descriptors import can_describe
 from routed_experts.kernels.layout import tile_sizes
@@ -17,6 +17,9 @@ from routed_experts.weights import ExpertWeights
 # From this many operations on, some 50 us of a large GPU, descriptors are worth what they cost the host.
 _LARGE_FLOPS = 2e10
 _LARGE_ROWS = 128
+# The first devices with instructions for E4M3, and from how many rows an expert on these multiply E4M3 rows.
+_E4M3_SINCE = (8, 9)
+_MEAN_ROWS_QUANTIZED = 16.0
 # By pair, column blocks are on an axis of the grid that is no longer than this; the narrowest has so many columns.
 _MOST_BLOCKS, _LEAST_COLUMNS = 2**16 - 1, 32
 
@@ -47,7 +50,9 @@ class Choice(NamedTuple):
     """How a call is run: sorted or by pair, the tiles of both products, the precision of float32.
 
     ``split`` is into how many parts the second product's depth is cut where there are few programs; ``is_large``
-    says that operands come through tensor descriptors.
+    says that operands come through tensor descriptors; ``is_quantized`` is of the weights, ``reads_e4m3`` that the
+    device converts such numbers itself.
+    ``quantizes`` is that rows are multiplied as E4M3 too, ``is_narrow`` that they are quantized where they are read.
     """
 
     is_sorted: bool
@@ -56,6 +61,10 @@ class Choice(NamedTuple):
     precision: str
     split: int = 1
     is_large: bool = False
+    is_quantized: bool = False
+    reads_e4m3: bool = True
+    quantizes: bool = False
+    is_narrow: bool = False
 
 
 def sizes_of(experts: ExpertWeights, ids: Tensor) -> Sizes:
@@ -65,7 +74,13 @@ def sizes_of(experts: ExpertWeights, ids: Tensor) -> Sizes:
 
 
 def choose(
-    experts: ExpertWeights, sizes: Sizes, dtype: torch.dtype, device: Device, *, is_sorted: bool = False
+    experts: ExpertWeights,
+    sizes: Sizes,
+    dtype: torch.dtype,
+    device: Device,
+    *,
+    is_sorted: bool = False,
+    may_quantize: bool = False,
 ) -> Choice:
     """Choose regime and tiles of a call.
 
@@ -75,9 +90,12 @@ def choose(
         dtype: of the products.
         device: where they run.
         is_sorted: sort however few the pairs are.
+        may_quantize: whether the rows may be quantized too.
     """
     widest = max(sizes.hidden, sizes.inner) // _LEAST_COLUMNS
     is_sorted = is_sorted or sizes.pairs > configs.MOST_PAIRS_UNSORTED or widest >= _MOST_BLOCKS
+    if experts.quantization is not None:
+        return _quantized(experts, sizes, dtype, device, is_sorted=is_sorted, may_quantize=may_quantize)
     if is_sorted:
         up, down = configs.sorted_configs(device.capability, sizes.pairs, sizes.experts)
     else:
@@ -90,13 +108,48 @@ def choose(
 
 
 def _is_worthwhile(experts: ExpertWeights, sizes: Sizes, dtype: torch.dtype) -> bool:
-    flops = 6 * sizes.pairs * sizes.hidden * sizes.inner
-    return flops >= _LARGE_FLOPS and dtype.itemsize == 2 and experts.dtype == dtype and can_describe(experts)
+    return _flops(sizes) >= _LARGE_FLOPS and dtype.itemsize == 2 and experts.dtype == dtype and can_describe(experts)
+
+
+def _flops(sizes: Sizes) -> int:
+    return 6 * sizes.pairs * sizes.hidden * sizes.inner
+
+
+def _quantized(
+    experts: ExpertWeights, sizes: Sizes, dtype: torch.dtype, device: Device, *, is_sorted: bool, may_quantize: bool
+) -> Choice:
+    is_fp4 = experts.dtype == torch.int8
+    reads_e4m3 = device.capability >= _E4M3_SINCE
+    mean = sizes.pairs / sizes.experts if is_sorted else 0.0
+    may_quantize = may_quantize and dtype.itemsize == 2 and reads_e4m3 and _groups_fit(experts)
+    quantizes = may_quantize and is_sorted and mean >= _MEAN_ROWS_QUANTIZED
+    table = quantized_configs.table(device.capability, is_fp4=is_fp4, quantizes=quantizes)
+    up, down = quantized_configs.products(table, mean, sizes.tokens)
+    widths = 1 + experts.has_gate
+    up = quantized_configs.fit(up, widths, dtype.itemsize, is_fp4, device.shared_bytes)
+    down = quantized_configs.fit(down, 1, dtype.itemsize, is_fp4, device.shared_bytes)
+    split = 1 if is_sorted else configs.split_of(down, sizes.pairs, sizes.inner, sizes.hidden)
+    is_large = quantizes and device.capability >= (9, 0) and _flops(sizes) >= _LARGE_FLOPS and can_describe(experts)
+    # Tensor cores take E4M3 as it is stored only as an operand of 64 rows (Hopper).
+    is_narrow = may_quantize and not quantizes and up.swap and down.swap
+    kinds = (is_large, True, reads_e4m3, quantizes, is_narrow)
+    return Choice(is_sorted, up, down, float32_precision(dtype), split, *kinds)
+
+
+def _groups_fit(experts: ExpertWeights) -> bool:
+    """Whether E4M3 weights have scales that cover whole steps of their product."""
+    quantization = experts.quantization
+    if quantization is None or quantization.is_fp4 or experts.is_transposed:
+        return False
+    if quantization.activation_scheme != "dynamic":
+        return False
+    return quantization.block is None or quantization.block[1] % quantized_configs.ROW_GROUP == 0
 
 
 def smaller_choices(choice: Choice) -> Iterator[Choice]:
     """The choice and ever smaller tiles, should a device have less room than the table assumes."""
-    ups, downs = list(smaller_ones(choice.up)), list(smaller_ones(choice.down))
+    smaller = quantized_configs.smaller if choice.is_quantized else smaller_ones
+    ups, downs = list(smaller(choice.up)), list(smaller(choice.down))
     for step in range(max(len(ups), len(downs))):
         yield choice._replace(up=ups[min(step, len(ups) - 1)], down=downs[min(step, len(downs) - 1)])
 

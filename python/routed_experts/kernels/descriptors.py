@@ -43,7 +43,7 @@ def up_descriptor(experts: ExpertWeights, gate: str, columns: int, depth: int) -
     if gate == "halves":
         expert, row, _ = weight.stride()
         inner = experts.intermediate_size
-        shape = (experts.num_experts, 2, inner, experts.hidden_size)
+        shape = (weight.shape[0], 2, inner, experts.hidden_size)
         halves = weight.as_strided(shape, (expert, inner * row, row, 1))
         return _describe(halves, [1, 2, columns, depth])
     width = 2 * columns if gate == "pairs" else columns

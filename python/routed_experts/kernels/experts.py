@@ -19,7 +19,8 @@ import triton
 import triton.language as tl
 
 from routed_experts.kernels.gates import activate, gate_pair
-from routed_experts.kernels.product import load_bias, product
+from routed_experts.kernels.product import load_bias
+from routed_experts.kernels.quantized_product import any_product, expert_scale
 from routed_experts.kernels.rows import pairs_of_ranks, rows_of_pair, rows_of_tile, tile_and_block
 from routed_experts.kernels.units import store_pair, store_rows
 from routed_experts.kernels.weigh import weigh_block
@@ -30,13 +31,14 @@ from routed_experts.kernels.weigh import weigh_block
 
 @triton.jit
 def _up_tile(
-    x, weight, bias, out, raw, expert, pair_M, row_M, mask_M, block,
+    x, weight, scale, bias, out, raw, expert, pair_M, row_M, mask_M, block,
     K: tl.constexpr, HIDDEN: tl.constexpr, INNER: tl.constexpr,
     X_T: tl.constexpr, X_H: tl.constexpr, W_E: tl.constexpr, W_N: tl.constexpr, W_D: tl.constexpr,
     BIAS_E: tl.constexpr, BIAS_N: tl.constexpr,
+    FORMAT: tl.constexpr, S_E: tl.constexpr, S_N: tl.constexpr, S_D: tl.constexpr, Q_N: tl.constexpr, Q_D: tl.constexpr,
     GATE: tl.constexpr, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    EVEN: tl.constexpr, SWAP: tl.constexpr, PRECISION: tl.constexpr,
+    EVEN: tl.constexpr, SWAP: tl.constexpr, NARROW: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """One tile of the first product and its gate.
 
@@ -46,11 +48,12 @@ def _up_tile(
     """
     rows_M = x + (pair_M // K).to(tl.int64) * X_T
     matrix = weight + expert.to(tl.int64) * W_E
+    scale = expert_scale(scale, expert, FORMAT, S_E)
     begin, end = tl.full((), 0, tl.int32), tl.full((), HIDDEN, tl.int32)
     if GATE == "none" or GATE == "raw":
         column_N = block * BLOCK_N + tl.arange(0, BLOCK_N)
-        acc = product(rows_M, mask_M, matrix, column_N, begin, end, HIDDEN, INNER, X_H, W_N, W_D,
-                       BLOCK_M, BLOCK_N, BLOCK_D, EVEN, SWAP, PRECISION)
+        acc = any_product(rows_M, mask_M, matrix, scale, column_N, begin, end, HIDDEN, INNER, X_H, W_N, W_D,
+                          FORMAT, S_N, S_D, Q_N, Q_D, BLOCK_M, BLOCK_N, BLOCK_D, EVEN, SWAP, NARROW, PRECISION)
         if bias is not None:
             acc += load_bias(bias, expert, column_N, INNER, BIAS_E, BIAS_N)[None, :]
         if raw is not None:
@@ -61,10 +64,13 @@ def _up_tile(
         # Columns are contiguous: two products, for one over both halves would read single elements.
         column_N = block * BLOCK_N + tl.arange(0, BLOCK_N)
         upper = matrix + INNER * W_N
-        gate = product(rows_M, mask_M, matrix, column_N, begin, end, HIDDEN, INNER, X_H, W_N, W_D,
-                        BLOCK_M, BLOCK_N, BLOCK_D, EVEN, SWAP, PRECISION)
-        linear = product(rows_M, mask_M, upper, column_N, begin, end, HIDDEN, INNER, X_H, W_N, W_D,
-                          BLOCK_M, BLOCK_N, BLOCK_D, EVEN, SWAP, PRECISION)
+        upper_scale = scale
+        if FORMAT is not None:
+            upper_scale += (INNER // Q_N) * S_N
+        gate = any_product(rows_M, mask_M, matrix, scale, column_N, begin, end, HIDDEN, INNER, X_H, W_N, W_D,
+                           FORMAT, S_N, S_D, Q_N, Q_D, BLOCK_M, BLOCK_N, BLOCK_D, EVEN, SWAP, NARROW, PRECISION)
+        linear = any_product(rows_M, mask_M, upper, upper_scale, column_N, begin, end, HIDDEN, INNER, X_H, W_N, W_D,
+                             FORMAT, S_N, S_D, Q_N, Q_D, BLOCK_M, BLOCK_N, BLOCK_D, EVEN, SWAP, NARROW, PRECISION)
         if bias is not None:
             gate += load_bias(bias, expert, column_N, INNER, BIAS_E, BIAS_N)[None, :]
             linear += load_bias(bias + INNER * BIAS_N, expert, column_N, INNER, BIAS_E, BIAS_N)[None, :]
@@ -76,8 +82,8 @@ def _up_tile(
         if GATE == "halves":
             # Behind the last unit no column of the other half may be taken for one.
             both = tl.where(both < 2 * INNER, (both % 2) * INNER + both // 2, 2 * INNER)
-        acc = product(rows_M, mask_M, matrix, both, begin, end, HIDDEN, 2 * INNER, X_H, W_N, W_D,
-                       BLOCK_M, 2 * BLOCK_N, BLOCK_D, EVEN, SWAP, PRECISION)
+        acc = any_product(rows_M, mask_M, matrix, scale, both, begin, end, HIDDEN, 2 * INNER, X_H, W_N, W_D,
+                          FORMAT, S_N, S_D, Q_N, Q_D, BLOCK_M, 2 * BLOCK_N, BLOCK_D, EVEN, SWAP, NARROW, PRECISION)
         if bias is not None:
             acc += load_bias(bias, expert, both, 2 * INNER, BIAS_E, BIAS_N)[None, :]
         gate, linear = tl.split(tl.reshape(acc, (BLOCK_M, BLOCK_N, 2)))
@@ -89,22 +95,24 @@ def _up_tile(
 
 @triton.jit
 def _down_tile(
-    a, weight, bias, slots, expert, pair_M, row_M, mask_M, block, num_pairs,
+    a, weight, scale, bias, slots, expert, pair_M, row_M, mask_M, block, num_pairs,
     HIDDEN: tl.constexpr, INNER: tl.constexpr, W_E: tl.constexpr, W_N: tl.constexpr, W_D: tl.constexpr,
     BIAS_E: tl.constexpr, BIAS_N: tl.constexpr,
+    FORMAT: tl.constexpr, S_E: tl.constexpr, S_N: tl.constexpr, S_D: tl.constexpr, Q_N: tl.constexpr, Q_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SPLIT: tl.constexpr,
-    EVEN: tl.constexpr, SWAP: tl.constexpr, PRECISION: tl.constexpr,
+    EVEN: tl.constexpr, SWAP: tl.constexpr, NARROW: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """One tile of the second product over one of SPLIT parts of I, not yet weighted."""
     rows_M = a + row_M.to(tl.int64) * INNER
     matrix = weight + expert.to(tl.int64) * W_E
+    scale = expert_scale(scale, expert, FORMAT, S_E)
     column_N = block * BLOCK_N + tl.arange(0, BLOCK_N)
     part: tl.constexpr = (INNER + SPLIT * BLOCK_D - 1) // (SPLIT * BLOCK_D) * BLOCK_D
     split = tl.program_id(2)
     begin = split * part
     end = tl.minimum(begin + part, INNER)
-    acc = product(rows_M, mask_M, matrix, column_N, begin, end, INNER, HIDDEN, 1, W_N, W_D,
-                   BLOCK_M, BLOCK_N, BLOCK_D, EVEN, SWAP, PRECISION)
+    acc = any_product(rows_M, mask_M, matrix, scale, column_N, begin, end, INNER, HIDDEN, 1, W_N, W_D,
+                      FORMAT, S_N, S_D, Q_N, Q_D, BLOCK_M, BLOCK_N, BLOCK_D, EVEN, SWAP, NARROW, PRECISION)
     if bias is not None:
         value = load_bias(bias, expert, column_N, HIDDEN, BIAS_E, BIAS_N)[None, :]
         acc += tl.where(split == 0, value, 0.0)
@@ -115,14 +123,15 @@ def _down_tile(
 
 @triton.jit(do_not_specialize=["num_pairs"], do_not_specialize_on_alignment=["ids"])
 def up_by_pair(
-    x, ids, weight, bias, out, arrived, num_pairs,
+    x, ids, weight, scale, bias, out, arrived, num_pairs,
     E: tl.constexpr, K: tl.constexpr, HIDDEN: tl.constexpr, INNER: tl.constexpr,
     IDS_T: tl.constexpr, IDS_K: tl.constexpr,
     X_T: tl.constexpr, X_H: tl.constexpr, W_E: tl.constexpr, W_N: tl.constexpr, W_D: tl.constexpr,
     BIAS_E: tl.constexpr, BIAS_N: tl.constexpr,
+    FORMAT: tl.constexpr, S_E: tl.constexpr, S_N: tl.constexpr, S_D: tl.constexpr, Q_N: tl.constexpr, Q_D: tl.constexpr,
     GATE: tl.constexpr, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    EVEN: tl.constexpr, SWAP: tl.constexpr, PRECISION: tl.constexpr, COUNTERS: tl.constexpr,
+    EVEN: tl.constexpr, SWAP: tl.constexpr, NARROW: tl.constexpr, PRECISION: tl.constexpr, COUNTERS: tl.constexpr,
 ):
     """First product and gate, by pair; also clears the counters of the second launch."""
     pair = tl.program_id(0)
@@ -132,20 +141,23 @@ def up_by_pair(
     for begin in range(0, count, BLOCK_M):
         pair_M = pairs_of_ranks(rank_S, begin, BLOCK_M, BLOCK_S)
         mask_M = begin + tl.arange(0, BLOCK_M) < count
-        _up_tile(x, weight, bias, out, None, expert, pair_M, pair_M, mask_M, tl.program_id(1),
-                 K, HIDDEN, INNER, X_T, X_H, W_E, W_N, W_D, BIAS_E, BIAS_N, GATE, ACTIVATION, LIMIT, ALPHA,
-                 BLOCK_M, BLOCK_N, BLOCK_D, EVEN, SWAP, PRECISION)
+        _up_tile(x, weight, scale, bias, out, None, expert, pair_M, pair_M, mask_M, tl.program_id(1),
+                 K, HIDDEN, INNER, X_T, X_H, W_E, W_N, W_D, BIAS_E, BIAS_N,
+                 FORMAT, S_E, S_N, S_D, Q_N, Q_D, GATE, ACTIVATION, LIMIT, ALPHA,
+                 BLOCK_M, BLOCK_N, BLOCK_D, EVEN, SWAP, NARROW, PRECISION)
 
 
 @triton.jit(do_not_specialize=["num_pairs"], do_not_specialize_on_alignment=["ids", "weights"])
 def down_by_pair(
-    a, ids, weights, weight, bias, slots, arrived, out, num_pairs,
+    a, ids, weights, weight, scale, bias, slots, arrived, out, num_pairs,
     E: tl.constexpr, K: tl.constexpr, HIDDEN: tl.constexpr, INNER: tl.constexpr,
     IDS_T: tl.constexpr, IDS_K: tl.constexpr,
     WEIGHTS_T: tl.constexpr, WEIGHTS_K: tl.constexpr, W_E: tl.constexpr, W_N: tl.constexpr, W_D: tl.constexpr,
-    BIAS_E: tl.constexpr, BIAS_N: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_M: tl.constexpr,
+    BIAS_E: tl.constexpr, BIAS_N: tl.constexpr,
+    FORMAT: tl.constexpr, S_E: tl.constexpr, S_N: tl.constexpr, S_D: tl.constexpr, Q_N: tl.constexpr, Q_D: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SPLIT: tl.constexpr,
-    EVEN: tl.constexpr, SWAP: tl.constexpr, PRECISION: tl.constexpr,
+    EVEN: tl.constexpr, SWAP: tl.constexpr, NARROW: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """Second product by pair, and the weighted sum: the last program to arrive at a column block sums it.
 
@@ -157,8 +169,9 @@ def down_by_pair(
     for begin in range(0, count, BLOCK_M):
         pair_M = pairs_of_ranks(rank_S, begin, BLOCK_M, BLOCK_S)
         mask_M = begin + tl.arange(0, BLOCK_M) < count
-        _down_tile(a, weight, bias, slots, expert, pair_M, pair_M, mask_M, block, num_pairs, HIDDEN, INNER,
-                   W_E, W_N, W_D, BIAS_E, BIAS_N, BLOCK_M, BLOCK_N, BLOCK_D, SPLIT, EVEN, SWAP, PRECISION)
+        _down_tile(a, weight, scale, bias, slots, expert, pair_M, pair_M, mask_M, block, num_pairs, HIDDEN, INNER,
+                   W_E, W_N, W_D, BIAS_E, BIAS_N,
+                   FORMAT, S_E, S_N, S_D, Q_N, Q_D, BLOCK_M, BLOCK_N, BLOCK_D, SPLIT, EVEN, SWAP, NARROW, PRECISION)
     # Every thread's stores come before the one thread's release.
     tl.debug_barrier()
     before = tl.atomic_add(arrived + block, 1, sem="acq_rel", scope="gpu")
@@ -172,34 +185,38 @@ def down_by_pair(
 
 @triton.jit(do_not_specialize=["num_pairs", "num_tiles"])
 def up_by_tile(
-    x, tiles, weight, bias, out, raw, num_pairs, num_tiles,
+    x, tiles, weight, scale, bias, out, raw, num_pairs, num_tiles,
     K: tl.constexpr, HIDDEN: tl.constexpr, INNER: tl.constexpr,
     X_T: tl.constexpr, X_H: tl.constexpr, W_E: tl.constexpr, W_N: tl.constexpr, W_D: tl.constexpr,
     BIAS_E: tl.constexpr, BIAS_N: tl.constexpr,
+    FORMAT: tl.constexpr, S_E: tl.constexpr, S_N: tl.constexpr, S_D: tl.constexpr, Q_N: tl.constexpr, Q_D: tl.constexpr,
     GATE: tl.constexpr, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    EVEN: tl.constexpr, SWAP: tl.constexpr, PRECISION: tl.constexpr, GROUP: tl.constexpr,
+    EVEN: tl.constexpr, SWAP: tl.constexpr, NARROW: tl.constexpr, PRECISION: tl.constexpr, GROUP: tl.constexpr,
 ):
     """First product and gate, by tile; the product itself to ``raw`` (S, N) too, unless that is None."""
     tile, block = tile_and_block(tl.program_id(0), (INNER + BLOCK_N - 1) // BLOCK_N, GROUP)
     expert, pair_M, row_M, mask_M = rows_of_tile(tiles, tile, num_pairs, num_tiles, BLOCK_M)
     if expert >= 0:
-        _up_tile(x, weight, bias, out, raw, expert, pair_M, row_M, mask_M, block,
-                 K, HIDDEN, INNER, X_T, X_H, W_E, W_N, W_D, BIAS_E, BIAS_N, GATE, ACTIVATION, LIMIT, ALPHA,
-                 BLOCK_M, BLOCK_N, BLOCK_D, EVEN, SWAP, PRECISION)
+        _up_tile(x, weight, scale, bias, out, raw, expert, pair_M, row_M, mask_M, block,
+                 K, HIDDEN, INNER, X_T, X_H, W_E, W_N, W_D, BIAS_E, BIAS_N,
+                 FORMAT, S_E, S_N, S_D, Q_N, Q_D, GATE, ACTIVATION, LIMIT, ALPHA,
+                 BLOCK_M, BLOCK_N, BLOCK_D, EVEN, SWAP, NARROW, PRECISION)
 
 
 @triton.jit(do_not_specialize=["num_pairs", "num_tiles"])
 def down_by_tile(
-    a, tiles, weight, bias, slots, num_pairs, num_tiles,
+    a, tiles, weight, scale, bias, slots, num_pairs, num_tiles,
     HIDDEN: tl.constexpr, INNER: tl.constexpr, W_E: tl.constexpr, W_N: tl.constexpr, W_D: tl.constexpr,
     BIAS_E: tl.constexpr, BIAS_N: tl.constexpr,
+    FORMAT: tl.constexpr, S_E: tl.constexpr, S_N: tl.constexpr, S_D: tl.constexpr, Q_N: tl.constexpr, Q_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    EVEN: tl.constexpr, SWAP: tl.constexpr, PRECISION: tl.constexpr, GROUP: tl.constexpr,
+    EVEN: tl.constexpr, SWAP: tl.constexpr, NARROW: tl.constexpr, PRECISION: tl.constexpr, GROUP: tl.constexpr,
 ):
     """Second product by tile, not yet weighted: sorted rows to a row of every pair."""
     tile, block = tile_and_block(tl.program_id(0), (HIDDEN + BLOCK_N - 1) // BLOCK_N, GROUP)
     expert, pair_M, row_M, mask_M = rows_of_tile(tiles, tile, num_pairs, num_tiles, BLOCK_M)
     if expert >= 0:
-        _down_tile(a, weight, bias, slots, expert, pair_M, row_M, mask_M, block, num_pairs, HIDDEN, INNER,
-                   W_E, W_N, W_D, BIAS_E, BIAS_N, BLOCK_M, BLOCK_N, BLOCK_D, 1, EVEN, SWAP, PRECISION)
+        _down_tile(a, weight, scale, bias, slots, expert, pair_M, row_M, mask_M, block, num_pairs, HIDDEN, INNER,
+                   W_E, W_N, W_D, BIAS_E, BIAS_N,
+                   FORMAT, S_E, S_N, S_D, Q_N, Q_D, BLOCK_M, BLOCK_N, BLOCK_D, 1, EVEN, SWAP, NARROW, PRECISION)

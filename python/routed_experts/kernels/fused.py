@@ -17,7 +17,7 @@ from torch import Tensor
 
 from routed_experts import _core
 from routed_experts.errors import BackendUnavailable
-from routed_experts.kernels import mlp
+from routed_experts.kernels import e4m3_mlp, mlp
 from routed_experts.kernels.choice import Choice, Device, Sizes, choose, float32_precision, sizes_of, smaller_choices
 from routed_experts.kernels.constants import settle
 from routed_experts.kernels.launch import Launch, device_of, launch, plan, raw_stream
@@ -123,7 +123,7 @@ def _through_triton(experts: ExpertWeights, x: Tensor, ids: Tensor, weights: Ten
     if any(now is not before for now, before in zip((x, ids, weights), given, strict=True)):
         key = None  # the plan of the copies is not that of the call
     sizes = sizes_of(experts, ids)
-    choice = choose(experts, sizes, x.dtype, limits(x.device))
+    choice = choose(experts, sizes, x.dtype, limits(x.device), may_quantize=True)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     pieces: list[Piece] = []
     made: list[Tensor] = []
@@ -154,6 +154,8 @@ def run_smaller(
 
 def pieces_of(choice: Choice, sizes: Sizes, dtype: torch.dtype) -> list[Piece]:
     """Scratch memory of a call: the gated units, the slots, and what finds the rows."""
+    if choice.quantizes:
+        return e4m3_mlp.pieces_of(choice, sizes, dtype)
     units, rows = (sizes.pairs, sizes.inner), (choice.split * sizes.pairs, sizes.hidden)
     if not choice.is_sorted:
         counters = Piece((mlp.counters_of(choice, sizes.hidden),), torch.int32)
@@ -167,6 +169,9 @@ def launches_of(
     experts: ExpertWeights, choice: Choice, x: Tensor, ids: Tensor, weights: Tensor, made: list[Tensor], out: Tensor
 ) -> Iterator[Launch]:
     """The kernels of a call, in order; ``made`` is the memory of :func:`_pieces`."""
+    if choice.quantizes:
+        yield from e4m3_mlp.launches_of(experts, choice, x, ids, weights, made, out)
+        return
     if not choice.is_sorted:
         a, slots, counters = made
         yield mlp.up(experts, choice, x, ids, counters, a)

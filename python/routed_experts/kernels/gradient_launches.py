@@ -23,9 +23,9 @@ from routed_experts.kernels.constants import (
     routing_strides,
     row_stride,
     tile_grid,
-    weight_strides,
 )
 from routed_experts.kernels.launch import Launch
+from routed_experts.kernels.matrices import Matrix
 from routed_experts.kernels.weigh import weigh_gradient as weigh_gradient_kernel
 from routed_experts.weights import ExpertWeights
 
@@ -104,20 +104,19 @@ def unit_parts(choice: Choice, sizes: Sizes) -> int:
     return 1 if choice.is_large else 2 * int(triton.cdiv(sizes.inner, choice.up.columns))
 
 
-def gathered(
-    choice: Choice, sizes: Sizes, rows: Rows, weight: Tensor, is_transposed: bool, tiles: Tensor, out: Tensor
-) -> Launch:
-    """Rows of tokens or pairs times matrices (E, N, D), or (E, D, N) transposed, to out (S, N), sorted."""
+def gathered(choice: Choice, sizes: Sizes, rows: Rows, matrix: Matrix, tiles: Tensor, out: Tensor) -> Launch:
+    """Rows of tokens or pairs times matrices to out (S, N), sorted."""
     config, depth, width = choice.up, rows.tensor.shape[1], out.shape[1]
     constants = {
         **block_constants(config, depth, width, choice.precision),
-        **weight_strides(weight, None, is_transposed),
+        **matrix.constants(),
+        "NARROW": False,
         **{"K": rows.per, "HIDDEN": depth, "INNER": width, "GROUP": GROUP},
         **{"X_T": row_stride(rows.tensor), "X_H": 1},
         **{"GATE": "raw", "ACTIVATION": "identity", "LIMIT": None, "ALPHA": None},
     }
     grid = tile_grid(sizes, config, triton.cdiv(width, config.columns))
-    arguments = (rows.tensor, tiles, weight, None, out, None, sizes.pairs, num_tiles(sizes, config))
+    arguments = (rows.tensor, tiles, *matrix[:3], out, None, sizes.pairs, num_tiles(sizes, config))
     return Launch(kernels.up_by_tile, grid, arguments, constants, config.warps, config.stages)
 
 

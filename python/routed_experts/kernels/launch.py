@@ -8,7 +8,7 @@ driver their pointers: all kernels of a layer in one call of the Rust core.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -81,8 +81,19 @@ def plan(launches: Sequence[tuple[Launch, Any]], tensors: Sequence[Tensor]) -> _
         tensors: every tensor among the arguments; a call of the plan takes their addresses in this order.
     """
     slots = {id(tensor): slot for slot, tensor in enumerate(tensors)}
+    places = [(tensor.data_ptr(), tensor.nbytes) for tensor in tensors]
+
+    def slot_of(tensor: Tensor) -> int:
+        # A view of other dtype is the memory of the one tensor that it is of.
+        if id(tensor) in slots:
+            return slots[id(tensor)]
+        place = (tensor.data_ptr(), tensor.nbytes)
+        if places.count(place) != 1:
+            raise KeyError("memory that a call does not bring")
+        return places.index(place)
+
     try:
-        return _core.LaunchPlan([_compiled(one, compiled, slots) for one, compiled in launches])
+        return _core.LaunchPlan([_compiled(one, compiled, slot_of) for one, compiled in launches])
     except (AttributeError, KeyError, RoutedExpertsError):
         # Memory that a call does not bring, another Triton than those we know, or a driver without what is needed:
         # Triton's own way is only slower.
@@ -96,12 +107,12 @@ def _width(value: Any) -> str:
     return "int32" if -(2**31) <= value < 2**31 else "int64"
 
 
-def _compiled(one: Launch, compiled: Any, slots: dict[int, int]) -> Any:
+def _compiled(one: Launch, compiled: Any, slot_of: Callable[[Tensor], int]) -> Any:
     metadata = compiled.metadata
     if metadata.num_ctas != 1 or getattr(metadata, "global_scratch_size", 0):
         raise AttributeError("a cluster or scratch memory, which only Triton provides")
     parameters = [
-        ("pointer", slots[id(value)]) if isinstance(value, Tensor) else (_width(value), value)
+        ("pointer", slot_of(value)) if isinstance(value, Tensor) else (_width(value), value)
         for value in one.arguments
         if value is not None  # Triton compiles None away
     ]

@@ -24,9 +24,9 @@ from routed_experts.kernels.constants import (
     routing_strides,
     row_stride,
     tile_grid,
-    weight_strides,
 )
 from routed_experts.kernels.launch import Launch
+from routed_experts.kernels.matrices import Matrix, down_matrix, up_matrix
 from routed_experts.kernels.weigh import weigh as weigh_kernel
 from routed_experts.weights import ExpertWeights
 
@@ -56,20 +56,21 @@ def up(
     """
     if choice.is_large:
         return mlp_large.up(experts, choice, x, ids, rows, out, is_raw=is_raw, raw=raw)
-    sizes, weight, bias, config = sizes_of(experts, ids), experts.up_weight, experts.up_bias, choice.up
+    sizes, matrix, config = sizes_of(experts, ids), up_matrix(experts, reads_e4m3=choice.reads_e4m3), choice.up
     constants = {
         **block_constants(config, sizes.hidden, out.shape[1], choice.precision),
-        **weight_strides(weight, bias, experts.is_transposed),
+        **matrix.constants(),
+        "NARROW": choice.is_narrow,
         **gate_constants(experts, is_raw),
         **{"K": sizes.slots, "HIDDEN": sizes.hidden, "INNER": out.shape[1], "X_T": row_stride(x), "X_H": 1},
     }
     columns = triton.cdiv(out.shape[1], config.columns)
     if choice.is_sorted:
-        arguments: tuple[Any, ...] = (x, rows, weight, bias, out, raw, sizes.pairs, num_tiles(sizes, config))
+        arguments: tuple[Any, ...] = (x, rows, *matrix[:3], out, raw, sizes.pairs, num_tiles(sizes, config))
         constants["GROUP"] = GROUP
         return _launch(kernels.up_by_tile, tile_grid(sizes, config, columns), arguments, constants, config)
     constants.update(id_constants(sizes, ids), BLOCK_S=pair_block(sizes), COUNTERS=rows.numel())
-    arguments = (x, ids, weight, bias, out, rows, sizes.pairs)
+    arguments = (x, ids, *matrix[:3], out, rows, sizes.pairs)
     return _launch(kernels.up_by_pair, (sizes.pairs, columns, 1), arguments, constants, config)
 
 
@@ -87,10 +88,11 @@ def down_by_pair(
 
     ``slots`` is scratch: (split * S, H) in float32, the rows of each part of I.
     """
-    sizes, weight, bias, config = sizes_of(experts, ids), experts.down_weight, experts.down_proj_bias, choice.down
+    sizes, matrix, config = sizes_of(experts, ids), down_matrix(experts, reads_e4m3=choice.reads_e4m3), choice.down
     constants = {
         **block_constants(config, sizes.inner, sizes.hidden, choice.precision),
-        **weight_strides(weight, bias, experts.is_transposed),
+        **matrix.constants(),
+        "NARROW": choice.is_narrow,
         **id_constants(sizes, ids),
         **{"K": sizes.slots, "HIDDEN": sizes.hidden, "INNER": sizes.inner},
         **routing_strides(weights),
@@ -101,7 +103,7 @@ def down_by_pair(
         },
     }
     grid = (sizes.pairs, triton.cdiv(sizes.hidden, config.columns), choice.split)
-    arguments = (a, ids, weights, weight, bias, slots, counters, out, sizes.pairs)
+    arguments = (a, ids, weights, *matrix[:3], slots, counters, out, sizes.pairs)
     return _launch(kernels.down_by_pair, grid, arguments, constants, config)
 
 
@@ -109,31 +111,25 @@ def down_by_tile(
     experts: ExpertWeights, choice: Choice, a: Tensor, ids: Tensor, tiles: Tensor, slots: Tensor
 ) -> Launch:
     """Second product over sorted tiles; a is (S, I), sorted; slots (S, H), in pair order."""
-    weight, bias = experts.down_weight, experts.down_proj_bias
-    return rows_by_tile(sizes_of(experts, ids), choice, a, weight, bias, experts.is_transposed, tiles, slots)
+    matrix = down_matrix(experts, reads_e4m3=choice.reads_e4m3)
+    return rows_by_tile(sizes_of(experts, ids), choice, a, matrix, tiles, slots)
 
 
-def rows_by_tile(
-    sizes: Sizes,
-    choice: Choice,
-    rows: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    is_transposed: bool,
-    tiles: Tensor,
-    slots: Tensor,
-) -> Launch:
-    """Sorted rows (S, D) times their experts' matrices, (E, N, D) or (E, D, N) transposed, to (S, N) in pair order."""
+def rows_by_tile(sizes: Sizes, choice: Choice, rows: Tensor, matrix: Matrix, tiles: Tensor, slots: Tensor) -> Launch:
+    """Sorted rows (S, D) times their experts' matrices to (S, N) in pair order."""
     if choice.is_large:
-        return mlp_large.rows_by_tile(sizes, choice, rows, weight, bias, is_transposed, tiles, slots)
+        return mlp_large.rows_by_tile(
+            sizes, choice, rows, matrix.weight, matrix.bias, matrix.is_transposed, tiles, slots
+        )
     config, depth, width = choice.down, rows.shape[1], slots.shape[1]
     constants = {
         **block_constants(config, depth, width, choice.precision),
-        **weight_strides(weight, bias, is_transposed),
+        **matrix.constants(),
+        "NARROW": choice.is_narrow,
         **{"HIDDEN": width, "INNER": depth, "GROUP": GROUP},
     }
     grid = tile_grid(sizes, config, triton.cdiv(width, config.columns))
-    arguments = (rows, tiles, weight, bias, slots, sizes.pairs, num_tiles(sizes, config))
+    arguments = (rows, tiles, *matrix[:3], slots, sizes.pairs, num_tiles(sizes, config))
     return _launch(kernels.down_by_tile, grid, arguments, constants, config)
 
 

@@ -25,6 +25,7 @@ from routed_experts.kernels.fused import limits, run_smaller
 from routed_experts.kernels.gradient_launches import Rows
 from routed_experts.kernels.launch import Launch
 from routed_experts.kernels.layout import launches
+from routed_experts.kernels.matrices import down_matrix
 from routed_experts.weights import ExpertWeights
 
 # What gradients are of, in the order of a step's arguments: x, routing weights, weights.TENSOR_NAMES.
@@ -152,11 +153,13 @@ def _down_backward(call: Backward, a: Tensor, weights: Tensor | None, u: Tensor 
     if "x" in call.wanted:
         # Rows of sentinels read 0 in the gradient too: a gate's own code goes over them.
         found["x"] = torch.zeros(a.shape, dtype=a.dtype, device=a.device)
-        matrix, out = experts.down_weight, found["x"]
-        turned = not experts.is_transposed
-        call.run(
-            out, lambda choice: [gradient_launches.gathered(choice, sizes, slots, matrix, turned, call.tiles, out)]
-        )
+        out = found["x"]
+
+        def product(choice: Choice) -> list[Launch]:
+            matrix = call.matrix(down_matrix, choice)
+            return [gradient_launches.gathered(choice, sizes, slots, matrix, call.tiles, out)]
+
+        call.run(out, product)
     return found
 
 

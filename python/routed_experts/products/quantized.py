@@ -1,12 +1,15 @@
 """Products with quantized matrices: what a stack stores is dequantized where and when it is multiplied.
 
 ``QUANTIZED_WAYS`` is where such a product is provided: a name for the rows of a backend, and the functions behind it.
-The two here run on every device, an expert or a chunk of pairs at a time:
+Of those here two run on every device, an expert or a chunk of pairs at a time:
 
 * ``loop`` dequantizes every expert that is hit once a call. Scratch: one matrix in float32, one in the dtype of the
   rows where that is another, and a 32-bit index for every stored byte.
 * ``copies`` dequantizes a matrix for every pair, in chunks whose bytes, as :func:`matrix_bytes` counts them, stay
   under ROUTED_EXPERTS_BATCHED_BYTES.
+
+``triton`` and ``triton by row`` are our kernels on CUDA, for sorted rows and for rows in any order: they read what is
+stored and keep nothing else.
 """
 
 from __future__ import annotations
@@ -76,9 +79,26 @@ def _copies(x: Tensor, stack: Stack, bias: Tensor | None, expert: Tensor, transp
     return copies.linear(x, _Chosen(stack, x.dtype), bias, expert, transposed, clean)
 
 
+def _kernels(x: Tensor, stack: Stack, bias: Tensor | None, offsets: Tensor, transposed: bool, clean: bool) -> Tensor:
+    # Triton is an optional package and takes a second to import.
+    from routed_experts.kernels import stack_product
+
+    return stack_product.sorted_rows(x, stack, bias, offsets, transposed, clean)
+
+
+def _kernels_by_row(
+    x: Tensor, stack: Stack, bias: Tensor | None, expert: Tensor, transposed: bool, clean: bool
+) -> Tensor:
+    from routed_experts.kernels import stack_product
+
+    return stack_product.rows(x, stack, bias, expert, transposed, clean)
+
+
 QUANTIZED_WAYS = {
     "loop": QuantizedWay(_loop, _loop, loop.bias_grad),
     "copies": QuantizedWay(_copies, _copies, copies.bias_grad),
+    "triton": QuantizedWay(_kernels, _kernels, loop.bias_grad),
+    "triton by row": QuantizedWay(_kernels_by_row, _kernels_by_row, copies.bias_grad),
 }
 
 

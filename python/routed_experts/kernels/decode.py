@@ -1,0 +1,136 @@
+"""Numbers as quantized experts store them, inside a kernel: E4M3, two E2M1 codes a byte, and scales.
+
+Bytes stand for E4M3 where the device has no instruction that converts it (below SM89): they are then shifted into the
+place of a wider number's exponent and fraction, and a multiplication by a power of two corrects its bias. That is
+exact, subnormal numbers included.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from routed_experts.kernels.product import IS_INTERPRETED
+
+# fmt: off
+# One group of arguments a line: kernels have many, and a line each would hide what they are.
+
+# Eight codes in four bytes, low nibble first, to their bfloat16 numbers: a permutation of bytes looks both bytes of
+# four numbers up at a time. The mode of its selector's sign bit, which the codes' signs are, repeats a byte's sign:
+# of 0x80 that leaves 0xFF for the negative ones, whose second bit is moved to the sign's place.
+_E2M1_TO_BF16 = tl.constexpr("""
+{
+.reg .b32 size, high, sign, upper, lower;
+and.b32 size, $4, 0x77777777;
+prmt.b32 upper, 0x3F3F3F00, 0x40404040, size;
+prmt.b32 lower, 0xC0800000, 0xC0804000, size;
+prmt.b32 sign, 0x80808080, 0x80808080, $4;
+shl.b32 sign, sign, 1;
+lop3.b32 upper, upper, sign, 0x80808080, 0xF8;
+prmt.b32 $0, upper, lower, 0x2604;
+prmt.b32 $2, upper, lower, 0x3715;
+shr.u32 size, size, 16;
+shr.u32 high, $4, 16;
+prmt.b32 upper, 0x3F3F3F00, 0x40404040, size;
+prmt.b32 lower, 0xC0800000, 0xC0804000, size;
+prmt.b32 sign, 0x80808080, 0x80808080, high;
+shl.b32 sign, sign, 1;
+lop3.b32 upper, upper, sign, 0x80808080, 0xF8;
+prmt.b32 $1, upper, lower, 0x2604;
+prmt.b32 $3, upper, lower, 0x3715;
+}
+""")
+
+
+@triton.jit
+def widen_e4m3(tile, DTYPE: tl.constexpr):
+    """E4M3 numbers, or bytes that stand for them, in a wider type; exact."""
+    BFLOAT16: tl.constexpr = False if IS_INTERPRETED else DTYPE == tl.bfloat16
+    if tile.dtype != tl.uint8:
+        wide = tile.to(DTYPE)
+    elif DTYPE == tl.float16:
+        bits = tile.to(tl.uint16)
+        wide = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True) * 256.0
+        wide = tl.where((bits & 0x7F) == 0x7F, float("nan"), wide).to(DTYPE)
+    elif BFLOAT16:
+        bits = tile.to(tl.uint16)
+        wide = (((bits & 0x80) << 8) | ((bits & 0x7F) << 4)).to(tl.bfloat16, bitcast=True)
+        wide = wide * tl.full((), 2.0**120, tl.bfloat16)
+        wide = tl.where((bits & 0x7F) == 0x7F, float("nan"), wide).to(DTYPE)
+    else:
+        bits = tile.to(tl.uint32)
+        wide = (((bits & 0x80) << 24) | ((bits & 0x7F) << 20)).to(tl.float32, bitcast=True) * 2.0**120
+        wide = tl.where((bits & 0x7F) == 0x7F, float("nan"), wide).to(DTYPE)
+    return wide
+
+
+@triton.jit
+def widen_e2m1(code, DTYPE: tl.constexpr):
+    """E2M1 codes, the low four bits of bytes, in a wider type; exact."""
+    bits = code.to(tl.uint32)
+    wide = (((bits & 0x8) << 28) | ((bits & 0x7) << 22)).to(tl.float32, bitcast=True)
+    return (wide * 2.0**126).to(DTYPE)
+
+
+@triton.jit
+def unfold_e2m1(tile, DTYPE: tl.constexpr):
+    """The numbers in the low and in the high half of bytes."""
+    BFLOAT16: tl.constexpr = False if IS_INTERPRETED else DTYPE == tl.bfloat16
+    if BFLOAT16:
+        low, high = tl.inline_asm_elementwise(
+            _E2M1_TO_BF16, "=r,=r,=r,=r,r", [tile], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+        )
+    else:
+        low, high = widen_e2m1(tile & 0xF, DTYPE), widen_e2m1(tile >> 4, DTYPE)
+    return low, high
+
+
+@triton.jit
+def load_scale(place, mask):
+    """Scales in float32: stored so, or as bytes b that stand for 2**(b - 127); 1 where the mask is off."""
+    if place.dtype.element_ty == tl.uint8:
+        bits = tl.load(place, mask=mask, other=127).to(tl.uint32)
+        scale = tl.where(bits == 0, 0x400000, bits << 23).to(tl.uint32).to(tl.float32, bitcast=True)
+    else:
+        scale = tl.load(place, mask=mask, other=1.0).to(tl.float32)
+    return scale
+
+
+@triton.jit
+def block_of(index, Q: tl.constexpr):
+    """Number of the block of Q that an index is in; Q = 0 stands for two blocks, of the even and the odd ones."""
+    if Q == 0:
+        block = index % 2
+    else:
+        block = index // Q
+    return block
+
+
+@triton.jit
+def scale_of_columns(scale, column_N, N: tl.constexpr, S_N: tl.constexpr, Q_N: tl.constexpr):
+    """Where the scales of columns begin."""
+    return scale + block_of(tl.where(column_N < N, column_N, 0), Q_N).to(tl.int64) * S_N
+
+
+@triton.jit
+def _rounded_to_e4m3(x):
+    """float32 numbers whose digits are those of E4M3: the interpreter's own conversion loses what is carried."""
+    high = x * (2.0**20 + 1.0)
+    normal = high - (high - x)
+    subnormal = (x + 1.5 * 2.0**14) - 1.5 * 2.0**14
+    return tl.where(tl.abs(x) < 2.0**-6, subnormal, normal)
+
+
+@triton.jit
+def to_e4m3(tile, GROUP: tl.constexpr):
+    """Rows (M, N) as E4M3 and a scale for each GROUP columns, (M, N // GROUP); those of zeros have scale 1."""
+    M: tl.constexpr = tile.shape[0]
+    N: tl.constexpr = tile.shape[1]
+    groups = tl.reshape(tile, (M, N // GROUP, GROUP))
+    largest = tl.max(tl.abs(groups), axis=2)
+    scale = tl.where(largest > 0, tl.maximum(largest, 1e-30) / 448.0, 1.0)
+    # No quotient is as far above 448, the largest number, as would be rounded to another.
+    groups = groups / scale[:, :, None]
+    if IS_INTERPRETED:
+        groups = _rounded_to_e4m3(groups)
+    return tl.reshape(groups, (M, N)).to(tl.float8e4nv), scale

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import importlib
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from selection_helpers import CHEAP, LOCAL, ask, machine, make_experts, quantized, ready
 
+import routed_experts as rx
 from routed_experts import errors
 from routed_experts.backends.spec import Spec
 from routed_experts.facts import Facts
@@ -218,22 +218,20 @@ def test_deepgemm_refuses_other_blocks_and_biases_of_quantized_experts():
         assert ask(specs_of("deepgemm"), machine(), "deepgemm", **change)["name"] == "deepgemm"
 
 
-@pytest.mark.parametrize(("capability", "accepted"), [((8, 0), False), ((8, 6), False), ((8, 9), True), ((9, 0), True)])
-def test_e4m3_needs_sm89(capability, accepted):  # B41
+@pytest.mark.parametrize(
+    ("capability", "reads_e4m3"), [((8, 0), False), ((8, 6), False), ((8, 9), True), ((9, 0), True)]
+)
+def test_e4m3_is_converted_by_the_device_from_sm89_on(capability, reads_e4m3):  # B41
+    """Below, `fused` runs too, and its kernels take the bytes apart themselves."""
     experts = make_experts(quantization=quantized("fp8_block", torch.float32))
-    specs = specs_of("fused")
-    assert ask(specs, machine(capability), "fused")["path"] == "triton"
-    with pytest.raises(errors.UnsupportedScheme, match="unquantized"):
-        ask(specs, machine(capability), "fused", experts)
-    # The rule that stands behind the refusal of every quantized layer.
-    specs = [replace(spec, requires=[r for r in spec.requires if r["kind"] != "unquantized"]) for spec in specs]
-    if accepted:
-        assert ask(specs, machine(capability), "fused", experts)["path"] == "triton"
-        return
-    with pytest.raises(errors.RoutedExpertsError) as caught:
-        ask(specs, machine(capability), "fused", experts)
-    assert f"SM{capability[0]}{capability[1]}" in caught.value.found
-    assert "SM89" in caught.value.needed
+    assert ask(specs_of("fused"), machine(capability), "fused", experts)["path"] == "triton"
+    choice = pytest.importorskip("routed_experts.kernels.choice", reason="Triton is not installed")
+    weights = rx.quantize_experts(
+        rx.ExpertWeights(gate_up_proj=torch.ones(2, 256, 128), down_proj=torch.ones(2, 128, 128)), "fp8_block"
+    )
+    sizes = choice.sizes_of(weights, torch.zeros(3, 2, dtype=torch.long))
+    chosen = choice.choose(weights, sizes, torch.bfloat16, choice.Device(capability, 101376))
+    assert chosen.reads_e4m3 is reads_e4m3
 
 
 @pytest.mark.parametrize(

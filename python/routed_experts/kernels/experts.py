@@ -20,7 +20,7 @@ import triton.language as tl
 
 from routed_experts.kernels.gates import activate, gate_pair
 from routed_experts.kernels.product import load_bias
-from routed_experts.kernels.quantized_product import any_product, expert_scale
+from routed_experts.kernels.quantized_product import any_product
 from routed_experts.kernels.rows import pairs_of_ranks, rows_of_pair, rows_of_tile, tile_and_block
 from routed_experts.kernels.units import store_pair, store_rows
 from routed_experts.kernels.weigh import weigh_block
@@ -48,7 +48,8 @@ def _up_tile(
     """
     rows_M = x + (pair_M // K).to(tl.int64) * X_T
     matrix = weight + expert.to(tl.int64) * W_E
-    scale = expert_scale(scale, expert, FORMAT, S_E)
+    if FORMAT is not None:
+        scale += expert.to(tl.int64) * S_E
     begin, end = tl.full((), 0, tl.int32), tl.full((), HIDDEN, tl.int32)
     if GATE == "none" or GATE == "raw":
         column_N = block * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -105,7 +106,8 @@ def _down_tile(
     """One tile of the second product over one of SPLIT parts of I, not yet weighted."""
     rows_M = a + row_M.to(tl.int64) * INNER
     matrix = weight + expert.to(tl.int64) * W_E
-    scale = expert_scale(scale, expert, FORMAT, S_E)
+    if FORMAT is not None:
+        scale += expert.to(tl.int64) * S_E
     column_N = block * BLOCK_N + tl.arange(0, BLOCK_N)
     part: tl.constexpr = (INNER + SPLIT * BLOCK_D - 1) // (SPLIT * BLOCK_D) * BLOCK_D
     split = tl.program_id(2)

@@ -194,11 +194,3 @@ def any_product(
         acc = stored_product(rows_M, mask_M, weight, scale, column_N, begin, end, D, N, ROW_D, W_N, W_D,
                              FORMAT, S_N, S_D, Q_N, Q_D, BLOCK_M, BLOCK_N, BLOCK_D, EVEN, SWAP, NARROW, PRECISION)
     return acc
-
-
-@triton.jit
-def expert_scale(scale, expert, FORMAT: tl.constexpr, S_E: tl.constexpr):
-    """Scales of one expert."""
-    if FORMAT is not None:
-        scale += expert.to(tl.int64) * S_E
-    return scale

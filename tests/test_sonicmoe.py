@@ -98,7 +98,7 @@ def test_training_is_the_kernel_s_own(kernel):
         ("gelu_new", "GEGLU"),
         (nn.ReLU(), "REGLU"),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else getattr(value, "__name__", type(value).__name__),
 )
 def test_the_gate_is_that_of_the_module(kernel, act, kind):
     with warnings.catch_warnings():

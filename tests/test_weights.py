@@ -108,17 +108,18 @@ def test_refuses_devices_that_differ():
 
 
 @pytest.mark.parametrize(
-    "quantized",
+    ("quantized", "error"),
     [
-        {"gate_up_proj": torch.zeros(3, 10, 4, dtype=torch.int8)},
-        {"down_proj": torch.zeros(3, 4, 5).to(torch.float8_e4m3fn)},
-        {"gate_up_proj_scale_inv": torch.ones(3, 1, 1)},
-        {"down_proj_activation_scale": torch.ones(3)},
+        ({"gate_up_proj": torch.zeros(3, 10, 4, dtype=torch.int8)}, NotImplementedError),
+        ({"down_proj": torch.zeros(3, 4, 5).to(torch.float8_e4m3fn)}, NotImplementedError),
+        ({"gate_up_proj_scale_inv": torch.ones(3, 1, 1)}, ValueError),
+        ({"down_proj_activation_scale": torch.ones(3)}, ValueError),
+        ({"quantization": "fp8_block"}, TypeError),
     ],
-    ids=lambda quantized: next(iter(quantized)),
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else value.__name__,
 )
-def test_quantized_is_said_not_run(quantized):
-    with pytest.raises(NotImplementedError) as caught:
+def test_what_looks_quantized_needs_its_scheme(quantized, error):
+    with pytest.raises(error) as caught:
         rx.ExpertWeights(**(tensors() | quantized))
     assert caught.value.hint
 

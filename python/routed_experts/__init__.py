@@ -5,6 +5,7 @@ or on the one that was asked for; ``select_backend`` says which, and why. Import
 optional package.
 """
 
+from routed_experts import quantization
 from routed_experts._core import __version__
 from routed_experts.backends.registry import ExpertsInterface, backends, register_backend, unregister_backend
 from routed_experts.backends.spec import Backend, Cost, Spec
@@ -29,6 +30,8 @@ from routed_experts.layout import ExpertLayout, build_layout
 from routed_experts.models import decode_stage, get_experts_implementation, set_experts_implementation
 from routed_experts.modules import RoutedExperts
 from routed_experts.moe import run_experts
+from routed_experts.quantization import Quantization
+from routed_experts.quantization.experts import quantize_experts
 from routed_experts.selection import Decision, Selection, select_backend
 from routed_experts.transformers_integration import register_with_transformers, unregister_from_transformers
 from routed_experts.weights import ExpertWeights
@@ -48,6 +51,7 @@ __all__ = [
     "Facts",
     "GradientUnsupported",
     "LayoutError",
+    "Quantization",
     "RoutedExperts",
     "RoutedExpertsError",
     "Selection",
@@ -63,6 +67,8 @@ __all__ = [
     "current_facts",
     "decode_stage",
     "get_experts_implementation",
+    "quantization",
+    "quantize_experts",
     "register_backend",
     "register_with_transformers",
     "run_experts",

@@ -7,7 +7,7 @@ import os
 import torch
 from torch import Tensor
 
-from routed_experts.errors import DeviceError, DtypeError, ExpertIndexError, LayoutError
+from routed_experts.errors import DeviceError, DtypeError, ExpertIndexError, GradientUnsupported, LayoutError
 from routed_experts.facts import CHECKED, environment_checks
 from routed_experts.layout import ID_CODES, INT32_LIMIT, first_out_of_range
 from routed_experts.weights import TENSOR_NAMES, ExpertWeights
@@ -59,6 +59,29 @@ def check_call(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
         )
     _check_dtypes(hidden_states, top_k_index, top_k_weights, experts)
     _check_devices(hidden_states, top_k_index, top_k_weights, experts)
+    if wants_quantized_grad(experts):
+        raise GradientUnsupported(
+            "quantized weights have no gradient",
+            found=", ".join(name for name in _QUANTIZED if _is_asked(experts, name)) + " with requires_grad=True",
+            needed="quantized weights and scales with requires_grad=False",
+            hint="call requires_grad_(False) on them (gradients of inputs, routing weights and biases remain), or run "
+            "under torch.no_grad()",
+        )
+
+
+_QUANTIZED = [name for name in TENSOR_NAMES if not name.endswith("_bias")]
+
+
+def wants_quantized_grad(experts: ExpertWeights) -> bool:
+    """Whether a gradient is asked of something that is quantized, or of its scales."""
+    if experts.quantization is None or not torch.is_grad_enabled():
+        return False
+    return any(_is_asked(experts, name) for name in _QUANTIZED)
+
+
+def _is_asked(experts: ExpertWeights, name: str) -> bool:
+    tensor = experts._tensors[name]
+    return tensor is not None and tensor.requires_grad
 
 
 def _check_dtypes(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, experts: ExpertWeights) -> None:
@@ -106,7 +129,12 @@ def _check_devices(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Te
 
 
 def compute_dtype(hidden_states: Tensor, experts: ExpertWeights, allow_cast: bool) -> torch.dtype:
-    """The dtype the products run in: autocast's, else the weights', which the tokens must share or be cast to."""
+    """The dtype the products run in: autocast's, else the weights', which the tokens must share or be cast to.
+
+    Quantized weights go along with the tokens' dtype, under autocast too.
+    """
+    if experts.quantization is not None:
+        return _quantized_dtype(hidden_states, allow_cast)
     kind = hidden_states.device.type
     if torch.is_autocast_enabled(kind) and experts.dtype != torch.float64:
         return torch.get_autocast_dtype(kind)
@@ -118,6 +146,19 @@ def compute_dtype(hidden_states: Tensor, experts: ExpertWeights, allow_cast: boo
             hint="pass allow_cast=True to compute in the weights' dtype",
         )
     return experts.dtype
+
+
+def _quantized_dtype(hidden_states: Tensor, allow_cast: bool) -> torch.dtype:
+    if hidden_states.dtype in (torch.float32, torch.bfloat16, torch.float16):
+        return hidden_states.dtype
+    if allow_cast and hidden_states.dtype == torch.float64:
+        return torch.float32
+    raise DtypeError(
+        "quantized experts do not compute in this dtype",
+        found=f"hidden_states {hidden_states.dtype}",
+        needed="float32, bfloat16 or float16",
+        hint="pass allow_cast=True to compute float64 in float32",
+    )
 
 
 def is_checked(checked: bool | None) -> bool:

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from routed_experts import selection
 from routed_experts.problem import problem_fields
+from routed_experts.quantization.formats import Quantization
 from routed_experts.selection import Selection
-from routed_experts.weights import TENSOR_NAMES, ExpertWeights
+from routed_experts.weights import ExpertWeights, named
 
 if TYPE_CHECKING:
     from routed_experts.moe import Call
@@ -94,7 +95,25 @@ def declared(experts: ExpertWeights) -> str:
     """
     return (
         f"{experts.activation_name or 'identity'};{_constant(experts.swiglu_limit)};{_constant(experts.swiglu_alpha)};"
-        f"{experts.is_transposed};{experts.is_concatenated}"
+        f"{experts.is_transposed};{experts.is_concatenated};{_scheme(experts)}"
+    )
+
+
+def _scheme(experts: ExpertWeights) -> str:
+    scheme = experts.quantization
+    if scheme is None:
+        return ""
+    block = "" if scheme.block is None else "x".join(str(_constant(size)) for size in scheme.block)
+    return f"{scheme.fmt},{block},{scheme.activation_scheme},{str(scheme.scale_dtype).removeprefix('torch.')}"
+
+
+def _quantization(scheme: str) -> Quantization | None:
+    if not scheme:
+        return None
+    fmt, block, activation_scheme, scale_dtype = scheme.split(",")
+    height, _, width = block.partition("x")
+    return Quantization(
+        fmt, (int(height), int(width)) if block else None, activation_scheme, getattr(torch, scale_dtype)
     )
 
 
@@ -105,16 +124,17 @@ def is_transposed(declared: str) -> bool:
 
 def experts_of(tensors: list[Tensor | None], declared: str) -> ExpertWeights:
     """Weights of one operator call; the checks run once a layout."""
-    named = dict(zip(TENSOR_NAMES, tensors, strict=True))
+    by_name = named(tensors)
     signature = (
         declared,
         *(None if t is None else (t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % 16) for t in tensors),
     )
     template = _templates.get(signature)
     if template is None:
-        activation, limit, alpha, transposed, concatenated = declared.split(";")
+        activation, limit, alpha, transposed, concatenated, scheme = declared.split(";")
         template = ExpertWeights(
-            **named,  # type: ignore[arg-type]
+            **by_name,  # type: ignore[arg-type]
+            quantization=_quantization(scheme),
             activation=activation,
             swiglu_limit=None if limit == "None" else float(limit),
             swiglu_alpha=None if alpha == "None" else float(alpha),
@@ -122,7 +142,7 @@ def experts_of(tensors: list[Tensor | None], declared: str) -> ExpertWeights:
             is_concatenated=concatenated == "True",
         )
         _templates[signature] = template.with_tensors({})  # the template must not keep weights alive
-    return template.with_tensors(named)
+    return template.with_tensors(by_name)
 
 
 @torch.library.custom_op("routed_experts::run", mutates_args=())

@@ -12,13 +12,13 @@ from torch.autograd.function import once_differentiable
 from routed_experts.combine import wants_grad
 from routed_experts.errors import LayoutError
 from routed_experts.facts import MAIN_GRAD, keeps_first_product, uses_main_gradients
-from routed_experts.weights import TENSOR_NAMES, ExpertWeights
+from routed_experts.weights import WEIGHT_NAMES, ExpertWeights, named
 
 # Where the tensors of the experts stand among the arguments of a step: behind x and the routing weights.
 _FIRST = 2
 # The tensors that a step goes through.
 PARAMETERS = {
-    "whole": TENSOR_NAMES,
+    "whole": WEIGHT_NAMES,
     "up": ("gate_up_proj", "up_proj", "gate_up_proj_bias", "up_proj_bias"),
     "down": ("down_proj", "down_proj_bias"),
     "weigh": (),
@@ -27,7 +27,7 @@ PARAMETERS = {
 
 def differentiable(step: str, experts: ExpertWeights, x: Tensor, ids: Tensor, weights: Tensor | None = None) -> Tensor:
     """Run a step of ``kernels.training.STEPS``; where one is wanted, its result knows its gradients."""
-    tensors = experts.tensors()
+    tensors = experts.tensors()[: len(WEIGHT_NAMES)]
     if not wants_grad(x, weights, *tensors):
         # Triton is an optional package: it is imported when kernels run.
         from routed_experts.kernels import training
@@ -44,7 +44,7 @@ class _Step(torch.autograd.Function):
     ) -> Tensor:
         from routed_experts.kernels import training
 
-        experts = layout.with_tensors(dict(zip(TENSOR_NAMES, tensors, strict=True)))
+        experts = layout.with_tensors(named(tensors))
         out, kept = training.forward(step, experts, x, ids, weights, keeps_first_product())
         ctx.save_for_backward(ids, *kept, x, weights, *tensors)
         ctx.step, ctx.layout = step, layout
@@ -58,8 +58,8 @@ class _Step(torch.autograd.Function):
         from routed_experts.kernels import training
 
         ids, u, tiles, x, weights, *tensors = ctx.saved_tensors
-        experts = ctx.layout.with_tensors(dict(zip(TENSOR_NAMES, tensors, strict=True)))
-        needs = ctx.needs_input_grad[-_FIRST - len(TENSOR_NAMES) :]
+        experts = ctx.layout.with_tensors(named(tensors))
+        needs = ctx.needs_input_grad[-_FIRST - len(WEIGHT_NAMES) :]
         mains = _main_gradients(ctx.step, ctx.parameters, needs)
         kept = training.Kept(u, tiles)
         grads = training.backward(ctx.step, experts, x, ids, weights, kept, grad, needs, mains)
@@ -76,7 +76,7 @@ def _main_gradients(step: str, parameters: Sequence[Tensor | None], needs: Seque
     """
     found = {}
     matrices = [name for name in PARAMETERS[step] if not name.endswith("bias")] if parameters else []
-    for place in (_FIRST + TENSOR_NAMES.index(name) for name in matrices):
+    for place in (_FIRST + WEIGHT_NAMES.index(name) for name in matrices):
         parameter = parameters[place]
         main = getattr(parameter, "main_grad", None)
         if main is None or parameter is None or not needs[place] or not parameter.is_leaf:

@@ -11,7 +11,7 @@ from routed_experts.compiled import declared, experts_of, is_transposed
 from routed_experts.facts import keeps_first_product
 from routed_experts.fused_autograd import PARAMETERS
 from routed_experts.gates import apply_gate
-from routed_experts.weights import TENSOR_NAMES, ExpertWeights
+from routed_experts.weights import WEIGHT_NAMES, ExpertWeights
 
 
 def traced(experts: ExpertWeights, x: Tensor, ids: Tensor, weights: Tensor, *, in_one: bool, training: bool) -> Tensor:
@@ -23,7 +23,7 @@ def traced(experts: ExpertWeights, x: Tensor, ids: Tensor, weights: Tensor, *, i
 
     def step(name: str, x: Tensor, weights: Tensor | None = None) -> Tensor:
         # An operator has a gradient for every tensor that asks for one: those of other steps must not.
-        named = zip(TENSOR_NAMES, tensors, strict=True)
+        named = zip(WEIGHT_NAMES, tensors[: len(WEIGHT_NAMES)], strict=True)
         own = [t if t is None or of in PARAMETERS[name] else t.detach() for of, t in named]
         out: Tensor = torch.ops.routed_experts.fused_step(name, x, ids, weights, *own, text, keeps_first_product())[0]
         return out

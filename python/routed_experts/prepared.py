@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, get_autocast_dtype, is_autocast_enabled, is_grad_enabled
 
 from routed_experts.backends.registry import REGISTRY
+from routed_experts.checks import wants_quantized_grad
 from routed_experts.combine import wants_grad
 from routed_experts.facts import environment, environment_checks
 from routed_experts.selection import Selection
@@ -65,6 +66,8 @@ def call_key(
         return None
     if (environment_checks() if checked is None else checked) and not expert_parallel:
         return None
+    if experts.quantization is not None and wants_quantized_grad(experts):
+        return None  # refused on the long way
     if x_TH.is_cuda:
         kind, capturing = "cuda", _is_capturing()
     elif x_TH.is_cpu:

@@ -10,30 +10,24 @@ down_proj          (E, H, I)              (E, I, H)
 biases             (E, N) and (E, H)      (E, N) and (E, H)
 =================  =====================  ===========================
 
-Nothing is guessed from shapes: 2I = H and I = H are real sizes.
+Quantized weights have scales beside them, of the shapes in quantization/formats.py; FP4 stores two values of the last
+axis in a byte. Sizes are always those of the values. Nothing is guessed from shapes: 2I = H and I = H are real sizes.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from routed_experts import gates
-from routed_experts.errors import UnsupportedScheme
+from routed_experts.quantization.checks import as_stored, check_scale_values
+from routed_experts.quantization.formats import Quantization
 from routed_experts.weights_checks import check_declaration, check_tensors
 
-TENSOR_NAMES = (
-    "gate_up_proj",
-    "up_proj",
-    "down_proj",
-    "gate_up_proj_bias",
-    "up_proj_bias",
-    "down_proj_bias",
-)
 SCALE_NAMES = (
     "gate_up_proj_scale_inv",
     "up_proj_scale_inv",
@@ -41,9 +35,22 @@ SCALE_NAMES = (
     "gate_up_proj_activation_scale",
     "down_proj_activation_scale",
 )
-
+WEIGHT_NAMES = (
+    "gate_up_proj",
+    "up_proj",
+    "down_proj",
+    "gate_up_proj_bias",
+    "up_proj_bias",
+    "down_proj_bias",
+)
+TENSOR_NAMES = (*WEIGHT_NAMES, *SCALE_NAMES)
 
 _CACHES = ("_choices", "_prepared", "_plans")
+
+
+def named(tensors: Sequence[Tensor | None]) -> dict[str, Tensor | None]:
+    """Return tensors by their names, in the order of TENSOR_NAMES; those left out at the end are None."""
+    return {**dict.fromkeys(TENSOR_NAMES), **dict(zip(TENSOR_NAMES, tensors, strict=False))}
 
 
 def _tensor(name: str) -> property:
@@ -54,13 +61,18 @@ class ExpertWeights:
     """The weights of E experts and how they are laid out. Frozen: attributes cannot be set.
 
     Holds the very tensors it was given, no copy and no detach, so gradients land in them. See the module's
-    docstring for shapes; all weights share one floating dtype and one device.
+    docstring for shapes; all tensors are on one device, and all that are not quantized share one floating dtype.
 
     Args:
         gate_up_proj: first projection of gated experts, gate and up on one axis of 2I.
         up_proj: first projection of experts without a gate; give this or ``gate_up_proj``.
         down_proj: second projection.
         gate_up_proj_bias, up_proj_bias, down_proj_bias: biases, or None.
+        gate_up_proj_scale_inv, up_proj_scale_inv, down_proj_scale_inv: what stored values of quantized weights are
+            multiplied by: float32, or float8_e8m0fnu (its bytes as uint8 are taken for it). Values are checked once,
+            here, which waits for the device.
+        gate_up_proj_activation_scale, down_proj_activation_scale: (E,) float32, of a static scheme; the first one also
+            for experts without a gate.
         activation: a name (``silu``, ``gelu``, ``gelu_pytorch_tanh``, ``relu``, ``relu2``, ...) or a callable.
         gate: a callable for a whole gate of one's own, (rows, 2I) -> (rows, I); replaces ``activation``.
         swiglu_limit: clamp the gate from above and the linear half on both sides; None is no clamp, 0 is one.
@@ -69,12 +81,14 @@ class ExpertWeights:
         is_transposed: y = x @ W instead of y = x @ W.T.
         is_concatenated: gate and up are halves of the 2I axis; False: even and odd columns.
         post_expert_norm: callable on (rows, H), applied to every expert's output before the routing weight.
+        quantization: how the weights are quantized; None for floating weights.
         num_experts: only needed to confirm E.
 
     Raises:
-        LayoutError: shapes or flags that contradict each other.
-        DtypeError: weights of different or non-floating dtypes.
-        UnsupportedScheme: quantized weights or scales, which this version does not run.
+        LayoutError: shapes, scales or flags that contradict each other.
+        DtypeError: tensors of dtypes that do not go together.
+        UnsupportedScheme: weights that are neither floating nor stored as ``quantization`` says.
+        UnsupportedScales: scales that are 0, negative, NaN or infinite.
     """
 
     def __init__(
@@ -99,11 +113,10 @@ class ExpertWeights:
         is_transposed: bool = False,
         is_concatenated: bool = True,
         post_expert_norm: Callable[[Tensor], Tensor] | None = None,
-        quantization: object | None = None,
+        quantization: Quantization | None = None,
         num_experts: int | None = None,
     ) -> None:
         arguments = locals()
-        _refuse_scales({name: arguments[name] for name in (*SCALE_NAMES, "quantization")})
         self._set(
             {name: arguments[name] for name in TENSOR_NAMES},
             activation=activation,
@@ -114,8 +127,11 @@ class ExpertWeights:
             is_transposed=bool(is_transposed),
             is_concatenated=bool(is_concatenated),
             post_expert_norm=post_expert_norm,
+            quantization=quantization,
             num_experts=num_experts,
         )
+        if quantization is not None:
+            check_scale_values(self._tensors)
 
     gate_up_proj = _tensor("gate_up_proj")
     up_proj = _tensor("up_proj")
@@ -123,6 +139,11 @@ class ExpertWeights:
     gate_up_proj_bias = _tensor("gate_up_proj_bias")
     up_proj_bias = _tensor("up_proj_bias")
     down_proj_bias = _tensor("down_proj_bias")
+    gate_up_proj_scale_inv = _tensor("gate_up_proj_scale_inv")
+    up_proj_scale_inv = _tensor("up_proj_scale_inv")
+    down_proj_scale_inv = _tensor("down_proj_scale_inv")
+    gate_up_proj_activation_scale = _tensor("gate_up_proj_activation_scale")
+    down_proj_activation_scale = _tensor("down_proj_activation_scale")
 
     activation: str | Callable[[Tensor], Tensor]
     gate: Callable[[Tensor], Tensor] | None
@@ -135,9 +156,9 @@ class ExpertWeights:
     num_experts: int
     hidden_size: int
     intermediate_size: int
-    dtype: torch.dtype
+    dtype: torch.dtype  # as stored
     device: torch.device
-    quantization: None
+    quantization: Quantization | None
     activation_name: str | None  # canonical name, None for a callable we do not know
     act_fn: Callable[[Tensor], Tensor]
     shard: tuple[int, int] | None = None  # (rank, world) of a rank's share
@@ -155,11 +176,14 @@ class ExpertWeights:
         activation: str | Callable[[Tensor], Tensor],
         num_experts: int | None,
         has_gate: bool | None,
+        quantization: Quantization | None = None,
         **declared: Any,
     ) -> None:
+        tensors = as_stored(tensors, quantization)
         has_gate = check_declaration(tensors, has_gate=has_gate, activation=activation, **declared)
         name = gates.activation_name(activation)
-        shape = check_tensors(tensors, has_gate, declared["is_transposed"], num_experts)
+        flags = (declared["is_transposed"], declared["is_concatenated"])
+        shape = check_tensors(tensors, has_gate, *flags, num_experts, quantization)
         down = tensors["down_proj"]
         assert down is not None  # check_declaration
         values = {
@@ -173,7 +197,7 @@ class ExpertWeights:
             "intermediate_size": shape[2],
             "dtype": down.dtype,
             "device": down.device,
-            "quantization": None,
+            "quantization": quantization,
             "_tensors": tensors,
             "_module": None,
             "_choices": {},
@@ -223,6 +247,26 @@ class ExpertWeights:
     def up_bias(self) -> Tensor | None:
         """Bias of the first projection, (E, N), or None."""
         return self.gate_up_proj_bias if self.has_gate else self.up_proj_bias
+
+    @property
+    def up_scale(self) -> Tensor | None:
+        """Scales of the first projection, or None if it is not quantized."""
+        return self.gate_up_proj_scale_inv if self.has_gate else self.up_proj_scale_inv
+
+    @property
+    def down_scale(self) -> Tensor | None:
+        """Scales of the second projection, or None if it is not quantized."""
+        return self.down_proj_scale_inv
+
+    @property
+    def up_activation_scale(self) -> Tensor | None:
+        """Stored scale of what enters the first projection, (E,) float32, or None."""
+        return self.gate_up_proj_activation_scale
+
+    @property
+    def down_activation_scale(self) -> Tensor | None:
+        """Stored scale of what enters the second projection, (E,) float32, or None."""
+        return self.down_proj_activation_scale
 
     def tensors(self) -> list[Tensor | None]:
         """The tensors in the order of TENSOR_NAMES."""
@@ -307,10 +351,11 @@ class ExpertWeights:
 
     def __repr__(self) -> str:
         flags = [name for name in ("has_gate", "has_bias", "is_transposed", "is_concatenated") if getattr(self, name)]
+        scheme = "" if self.quantization is None else f", quantization={self.quantization}"
         return (
             f"ExpertWeights(num_experts={self.num_experts}, hidden_size={self.hidden_size}, "
             f"intermediate_size={self.intermediate_size}, dtype={self.dtype}, device={str(self.device)!r}, "
-            f"activation={self.activation_name or self.activation!r}, {', '.join(flags)})"
+            f"activation={self.activation_name or self.activation!r}, {', '.join(flags)}{scheme})"
         )
 
 
@@ -319,14 +364,3 @@ def from_state(state: dict[str, Any]) -> ExpertWeights:
     weights = object.__new__(ExpertWeights)
     object.__setattr__(weights, "__dict__", state)
     return weights
-
-
-def _refuse_scales(given: dict[str, Any]) -> None:
-    found = [name for name, value in given.items() if value is not None]
-    if found:
-        raise UnsupportedScheme(
-            "quantized experts are not in this version",
-            found=", ".join(found),
-            needed="floating-point weights without scales",
-            hint="dequantize the weights to bfloat16 first",
-        )

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from routed_experts.errors import DeviceError, DtypeError, LayoutError, UnsupportedScheme
+from routed_experts.quantization.checks import check_grids, check_scheme, check_stored, logical_shape
+from routed_experts.quantization.formats import Quantization
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -125,14 +127,23 @@ def _check_gate(
 
 
 def check_tensors(
-    tensors: dict[str, Tensor | None], has_gate: bool, is_transposed: bool, num_experts: int | None
+    tensors: dict[str, Tensor | None],
+    has_gate: bool,
+    is_transposed: bool,
+    is_concatenated: bool,
+    num_experts: int | None,
+    quantization: Quantization | None,
 ) -> tuple[int, int, int]:
     """Return (E, H, I); raise for shapes, dtypes or devices that do not go together."""
     up_name = "gate_up_proj" if has_gate else "up_proj"
     up, down = tensors[up_name], tensors["down_proj"]
     assert up is not None  # check_declaration ran first
     assert down is not None
-    _check_dtypes(tensors)
+    check_scheme(tensors, quantization, has_gate, is_transposed, is_concatenated)
+    if quantization is None:
+        _check_dtypes(tensors)
+    else:
+        check_stored(tensors, quantization)
     for name, weight in ((up_name, up), ("down_proj", down)):
         if weight.dim() != 3:
             raise LayoutError(
@@ -141,21 +152,24 @@ def check_tensors(
                 needed="three axes, experts first",
                 hint="torch.stack the experts' matrices along a new first axis",
             )
-    experts = down.shape[0] if num_experts is None else num_experts
-    hidden, intermediate = (down.shape[2], down.shape[1]) if is_transposed else (down.shape[1], down.shape[2])
+    shapes = {name: logical_shape(tensor, quantization) for name, tensor in ((up_name, up), ("down_proj", down))}
+    held, *sizes = shapes["down_proj"]
+    experts = held if num_experts is None else num_experts
+    hidden, intermediate = reversed(sizes) if is_transposed else sizes
     width = 2 * intermediate if has_gate else intermediate
     needed = {
         up_name: (experts, hidden, width) if is_transposed else (experts, width, hidden),
-        "down_proj": (experts, *down.shape[1:]),
+        "down_proj": (experts, *sizes),
         f"{up_name}_bias": (experts, width),
         "down_proj_bias": (experts, hidden),
     }
     for name, shape in needed.items():
         tensor = tensors[name]
-        if tensor is not None and tuple(tensor.shape) != shape:
+        found = shapes.get(name) or (None if tensor is None else tuple(tensor.shape))
+        if found is not None and found != shape:
             raise LayoutError(
                 f"{name} does not fit the declared layout",
-                found=f"{name} {tuple(tensor.shape)}, down_proj {tuple(down.shape)}, is_transposed={is_transposed}",
+                found=f"{name} {found}, down_proj {shapes['down_proj']}, is_transposed={is_transposed}",
                 needed=f"{name} {shape} (E={experts}, H={hidden}, I={intermediate})",
                 hint="is_transposed=True means y = x @ W, False y = x @ W.T",
             )
@@ -166,6 +180,8 @@ def check_tensors(
             needed="all >= 1",
             hint="check the slice that made these tensors",
         )
+    if quantization is not None:
+        check_grids(tensors, quantization, has_gate, is_transposed)
     return experts, hidden, intermediate
 
 
@@ -174,10 +190,10 @@ def _check_dtypes(tensors: dict[str, Tensor | None]) -> None:
     for name, tensor in given.items():
         if tensor.dtype not in _FLOATS:
             raise UnsupportedScheme(
-                f"{name} is not a floating-point weight this version runs",
+                f"{name} is not a floating-point weight",
                 found=str(tensor.dtype),
                 needed="float64, float32, bfloat16 or float16",
-                hint="quantized experts are not in this version: dequantize to bfloat16 first",
+                hint="quantization=Quantization(fmt) and scales say what quantized weights mean",
             )
     down = given["down_proj"]
     for name, tensor in given.items():

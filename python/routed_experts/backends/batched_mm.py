@@ -1,7 +1,8 @@
 """One matrix product per (token, slot) pair, over copies of the expert's matrices.
 
 Costs a copy of an expert's weights for every pair, in chunks under ROUTED_EXPERTS_BATCHED_BYTES; in exchange
-there is no sort and no shape that depends on the routing. Made for few tokens on an accelerator.
+there is no sort and no shape that depends on the routing. Made for few tokens on an accelerator. Copies of quantized
+weights are dequantized ones.
 """
 
 from __future__ import annotations
@@ -9,19 +10,18 @@ from __future__ import annotations
 from torch import Tensor
 
 from routed_experts.backends.spec import Backend, Cost, Spec
-from routed_experts.linear import expert_linear
+from routed_experts.linear import down_product, up_product
 from routed_experts.mlp import expert_mlp
 from routed_experts.weights import ExpertWeights
 
 
 def run(experts: ExpertWeights, x_SH: Tensor, expert_S: Tensor) -> Tensor:
     """Run every pair through its expert; pairs whose expert is -1 read 0 before the norm."""
-    transposed = experts.is_transposed
     return expert_mlp(
         experts,
         x_SH,
-        lambda x: expert_linear(x, experts.up_weight, experts.up_bias, expert_S, transposed, "copies"),
-        lambda x: expert_linear(x, experts.down_weight, experts.down_proj_bias, expert_S, transposed, "copies"),
+        lambda x: up_product(experts, x, expert_S, "copies"),
+        lambda a: down_product(experts, a, expert_S, "copies"),
     )
 
 
@@ -32,7 +32,7 @@ BACKEND = Backend(
                 name="batched_mm",
                 takes="slots",
                 gives="slots",
-                requires=({"kind": "unquantized"},),
+                requires=({"kind": "dynamic_activation_scales"},),
                 cost={
                     "cpu": Cost(call_us=90, bytes_per_us=3e3, flops_per_us=1e4, copies_weights=True),
                     "cuda": Cost(call_us=430, bytes_per_us=1.75e6, flops_per_us=1e8, copies_weights=True),

@@ -2,7 +2,7 @@
 
 Two ways to the same numbers: torch's grouped GEMM where it takes the dtype, the strides and the device, and a
 loop over the groups everywhere else (and on CPUs wherever the loop is the cheaper one: torch's kernel is a loop
-there too).
+there too). Quantized weights go through the loop, which dequantizes an expert at a time.
 """
 
 from __future__ import annotations
@@ -13,27 +13,29 @@ from torch import Tensor
 
 from routed_experts.backends.spec import Backend, Cost, Requirement, Spec
 from routed_experts.layout import ExpertLayout
-from routed_experts.linear import expert_linear
+from routed_experts.linear import down_product, up_product
 from routed_experts.mlp import expert_mlp
 from routed_experts.weights import ExpertWeights
 
 
 def run(experts: ExpertWeights, x_SH: Tensor, layout: ExpertLayout, *, way: str) -> Tensor:
     """Run the sorted rows through their experts; rows of sentinels read 0 before the norm."""
-    offsets, transposed = layout.offsets, experts.is_transposed
+    offsets = layout.offsets
     return expert_mlp(
         experts,
         x_SH,
-        lambda x: expert_linear(x, experts.up_weight, experts.up_bias, offsets, transposed, way),
-        lambda x: expert_linear(x, experts.down_weight, experts.down_proj_bias, offsets, transposed, way),
+        lambda x: up_product(experts, x, offsets, way),
+        lambda a: down_product(experts, a, offsets, way),
     )
 
 
+_PLAIN = {"kind": "unquantized"}
 _ALIGNED = {"kind": "weights_aligned", "bytes": 16}
 _HALVES_AND_FLOAT = {"kind": "dtype", "any_of": ["float32", "bfloat16", "float16"]}
 
 # Where torch's grouped GEMM is a kernel and not a loop that waits for the offsets: SM90 and SM100.
 _TORCH_ON_CUDA = (
+    _PLAIN,
     _ALIGNED,
     {"kind": "dtype", "any_of": ["bfloat16"]},
     {"kind": "when", "major": 8, "then": {"kind": "not_capturing"}},
@@ -61,7 +63,7 @@ def _row(path: str, device: str, cost: Cost, *requires: Requirement) -> tuple[Sp
         devices=(device,),
         takes="grouped",
         gives="rows",
-        requires=({"kind": "unquantized"}, *requires),
+        requires=(*requires, {"kind": "dynamic_activation_scales"}),
         cost={device: cost},
         decode_as="batched_mm",
     )
@@ -74,6 +76,7 @@ BACKEND = Backend(
             "torch",
             "cpu",
             Cost(call_us=70, expert_us=6, bytes_per_us=25e3, flops_per_us=2e5),
+            _PLAIN,
             _ALIGNED,
             _HALVES_AND_FLOAT,
             {"kind": "torch", "min": "2.9"},

@@ -4,7 +4,8 @@ S rows, E experts, D the width of a row, N the width of a result. A weight is (E
 (E, D, N) transposed and y = x @ W. ``routing`` is what a way goes by: the offsets of rows sorted by expert, or
 every row's expert, -1 for none. Rows without an expert read 0 in gradients and in results that are to be
 ``clean``; otherwise they are left as they were in memory. Weights whose dtype differs from the rows' (autocast)
-are cast an expert or a chunk at a time wherever the way allows it.
+are cast an expert or a chunk at a time wherever the way allows it. Quantized weights have ways of their own, in
+quantized.py.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from routed_experts.products import copies, gemm, loop
+from routed_experts.products.quantized import QUANTIZED_WAYS, QuantizedWay
+
+__all__ = ["QUANTIZED_WAYS", "WAYS", "ExpertLinear", "QuantizedWay", "Way", "gradients", "multiply"]
 
 
 class Way(NamedTuple):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from functools import lru_cache
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -12,6 +13,17 @@ from routed_experts.combine import take_rows
 from routed_experts.facts import BATCHED_BYTES, batched_budget
 from routed_experts.layout import build_layout
 from routed_experts.products import loop
+
+
+class Matrices(Protocol):
+    """What stands for a tensor of matrices (E, A, B) that are made when they are copied."""
+
+    shape: tuple[int, int, int]
+    matrix_bytes: int  # held at once for one copy
+
+    def take(self, expert: Tensor) -> Tensor:
+        """Return a copy of its matrix for every row of ``expert``."""
+
 
 logger = logging.getLogger("routed_experts")
 
@@ -28,20 +40,24 @@ def _announce(pairs: int, matrix_bytes: int, chunk: int) -> None:
     )
 
 
-def _chunks(expert: Tensor, weight: Tensor, dtype: torch.dtype) -> list[tuple[int, int]]:
+def _chunks(expert: Tensor, weight: Tensor | Matrices, dtype: torch.dtype) -> list[tuple[int, int]]:
     """Ranges of pairs whose copied matrices stay inside the budget, announced before anything is allocated."""
     matrix_bytes = weight.shape[1] * weight.shape[2] * torch.empty((), dtype=dtype).element_size()
+    if not isinstance(weight, Tensor):
+        matrix_bytes = weight.matrix_bytes
     chunk, pairs = max(1, batched_budget() // matrix_bytes), expert.shape[0]
     _announce(pairs, matrix_bytes, chunk)
     return [(start, min(start + chunk, pairs)) for start in range(0, pairs, chunk)]
 
 
-def _copies(weight: Tensor, expert: Tensor) -> Tensor:
+def _copies(weight: Tensor | Matrices, expert: Tensor) -> Tensor:
     """One copy of its matrix for every pair."""
-    return take_rows(weight, expert)
+    return take_rows(weight, expert) if isinstance(weight, Tensor) else weight.take(expert)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, expert: Tensor, transposed: bool, clean: bool) -> Tensor:
+def linear(
+    x: Tensor, weight: Tensor | Matrices, bias: Tensor | None, expert: Tensor, transposed: bool, clean: bool
+) -> Tensor:
     """Rows in any order times copies of their experts' matrices: (S, D) -> (S, N)."""
     out = x.new_empty(x.shape[0], weight.shape[2 if transposed else 1])
     safe = expert.clamp(min=0)

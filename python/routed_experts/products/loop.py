@@ -3,9 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Protocol
 
 import torch
 from torch import Tensor
+
+
+class Matrices(Protocol):
+    """Matrices of experts, read one at a time: a tensor (E, A, B), or what stands for one."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(E, A, B)."""
+
+    def __getitem__(self, expert: int, /) -> Tensor: ...
 
 
 def _groups(offsets: Tensor) -> Iterator[tuple[int, int, int]]:
@@ -16,7 +27,9 @@ def _groups(offsets: Tensor) -> Iterator[tuple[int, int, int]]:
         start = end
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor, transposed: bool, clean: bool) -> Tensor:
+def linear(
+    x: Tensor, weight: Tensor | Matrices, bias: Tensor | None, offsets: Tensor, transposed: bool, clean: bool
+) -> Tensor:
     """Sorted rows times their experts' matrices: (S, D) -> (S, N)."""
     out = x.new_empty(x.shape[0], weight.shape[2 if transposed else 1])
     end = 0

@@ -47,7 +47,8 @@ def read_experts(
         parameters = plan(stack, declared, files, count, local)
         flags = _flags(stack, declared, parameters)
         tensors = {role: _read(parameter, files, count, local, place) for role, parameter in parameters.items()}
-        logger.debug("read %d bytes of experts %s of layer %d from %s", files.bytes_read, local, layer, path)
+        level = logging.DEBUG if rank is None else logging.INFO  # a share says what it cost
+        logger.log(level, "read %d bytes of experts %s of layer %d from %s", files.bytes_read, local, layer, path)
     if rank is not None and world is not None:
         flags["shard"] = (rank, world)
     return {**tensors, **flags, "num_experts": len(local)}

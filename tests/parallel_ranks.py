@@ -16,6 +16,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+# What cannot be imported is passed over.
+_PRELOADED = [
+    "torch.distributed.tensor",
+    "routed_experts",
+    "transformers.distributed.expert_parallel",
+    "transformers.models.qwen3_moe.modeling_qwen3_moe",
+]
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
@@ -25,7 +32,7 @@ def run_ranks(function: Callable[..., Any], world: int, folder: Path, *arguments
     A rank that ends without either (killed) gives None.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "routed_experts", "parallel_ranks"])
+    context.set_forkserver_preload(_PRELOADED)
     folder.mkdir(parents=True, exist_ok=True)
     ranks = [
         context.Process(target=_rank, args=(rank, world, str(folder), function, arguments, sys.path))

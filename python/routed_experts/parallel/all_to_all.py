@@ -85,7 +85,7 @@ class _Run:
         pairs = plan.pairs[: self.rows, : self.widest].long()
         self.home = _Home(source, plan.homes.long())
         ids = take_or_zero(index.long() % self.share, pairs).masked_fill(pairs < 0, self.share)
-        self.ids.start(ids)
+        self.ids.start(ids.to(torch.int32))
         rows = spread(x, source, self.home.homes_TM)
         dealt = deal(weights, pairs, _place(plan.place.long(), index.shape[1], self.widest))
         self.there.start(rows, dealt)
@@ -94,7 +94,7 @@ class _Run:
         """Run what the ranks have sent here, and start the results on their way back."""
         (ids,) = self.ids.finish()
         rows, weights = self.there.finish()
-        self.back.start(compute(rows, ids, weights))
+        self.back.start(compute(rows, ids.long(), weights))
 
     def receive(self) -> Tensor:
         """Wait for the results, and sum every token's."""

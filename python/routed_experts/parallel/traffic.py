@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from routed_experts.errors import LayoutError
 from routed_experts.sharding import local_experts
 
-_ID_BYTES = 8  # int64, a local id
+_ID_BYTES = 4  # int32, a local id
 _WEIGHT_BYTES = 4  # float32
 
 

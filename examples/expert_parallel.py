@@ -77,7 +77,7 @@ def main() -> int:
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds to wait for another rank")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     options = parser.parse_args()
-    device = torch.device(options.device, int(os.environ["LOCAL_RANK"]) if options.device == "cuda" else None)
+    device = torch.device("cpu" if options.device == "cpu" else f"cuda:{os.environ['LOCAL_RANK']}")
     dist.init_process_group("nccl" if options.device == "cuda" else "gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     if options.device == "cuda":
@@ -92,7 +92,7 @@ def main() -> int:
         )
         batch = make_tokens(0 if dispatch == "all_reduce" else rank, options, device)
         found = forward_backward(layer, batch)
-        right = forward_backward(lambda *tensors: rx.run_experts(*tensors, experts), batch)
+        right = forward_backward(lambda x, index, weights: rx.run_experts(x, index, weights, experts), batch)
         error = largest_error(found, right)
         good &= error <= TOLERANCE
         assert layer.last_load is not None  # asked for above

@@ -67,7 +67,9 @@ def _result(path: Path) -> Any:
     return pickle.loads(path.read_bytes()) if path.exists() else None
 
 
-def _rank(rank: int, world: int, folder: str, function: Callable[..., Any], arguments: tuple[Any, ...], path: Any) -> None:
+def _rank(
+    rank: int, world: int, folder: str, function: Callable[..., Any], arguments: tuple[Any, ...], path: Any
+) -> None:
     import torch
     import torch.distributed as dist
 

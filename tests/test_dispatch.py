@@ -18,7 +18,7 @@ def lists(plan):
 
 @pytest.mark.parametrize("make", [plan_dispatch, plan_torch], ids=["rust", "torch"])
 def test_worked_by_hand(make):
-    """Experts 0, 1 on rank 0, 2, 3 on rank 1. Token 0 has both on rank 1 and travels once; token 2 has one nobody owns."""
+    """Experts 0, 1 on rank 0, 2, 3 on rank 1. Token 0 has both on rank 1: one row; token 2 has one of nobody."""
     index = torch.tensor([[3, 2], [2, 0], [4, 1]])
     rows, source, pairs, place, homes = lists(make(index, 4, 2))
     assert rows == [2, 2]

@@ -15,7 +15,7 @@ from parallel_ranks import all_good, run_ranks
 
 import routed_experts as rx
 
-E, K, H, I = 8, 3, 32, 32
+E, K, H, INNER = 8, 3, 32, 32
 TOKENS = 13
 ROUTINGS = ("even", "skewed", "idle rank", "no tokens on one rank", "sentinels", "nobody")
 FORMATS = ("float32", "bfloat16", "fp8_block", "mxfp4")
@@ -25,8 +25,8 @@ TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2, "fp8_block": 2e-2, "mxfp4": 2e-2
 def make_experts(fmt: str, *, grad: bool = True) -> rx.ExpertWeights:
     g = torch.Generator().manual_seed(0)
     dtype = torch.float32 if fmt == "float32" else torch.bfloat16
-    up = torch.randn(E, 2 * I, H, generator=g) * H**-0.5
-    down = torch.randn(E, H, I, generator=g) * I**-0.5
+    up = torch.randn(E, 2 * INNER, H, generator=g) * H**-0.5
+    down = torch.randn(E, H, INNER, generator=g) * INNER**-0.5
     is_floating = fmt in ("float32", "bfloat16")
     weights = rx.ExpertWeights(
         gate_up_proj=up.to(dtype).requires_grad_(grad and is_floating),
@@ -163,7 +163,7 @@ def shapes_and_modes(rank: int) -> None:
     x, index, weights = make_batch("even", torch.float32)
     wanted = rx.run_experts(x, index, weights, experts).detach()
     share = experts.shard(rank, world)
-    module = rx.RoutedExperts(E, H, I)
+    module = rx.RoutedExperts(E, H, INNER)
     with torch.no_grad():
         module.gate_up_proj.copy_(experts.gate_up_proj)
         module.down_proj.copy_(experts.down_proj)
@@ -217,7 +217,9 @@ def gradients_where_only_some_ask(rank: int) -> None:
         rx.run_experts(b, index, weights, frozen).sum().backward()
         assert error(a.grad, b.grad) < 1e-5
     # Only the experts of rank 1 train.
-    layer = rx.parallel.ExpertParallel(make_experts("float32", grad=rank == 1).shard(rank, 2), None, "all_to_all", timeout=30)
+    layer = rx.parallel.ExpertParallel(
+        make_experts("float32", grad=rank == 1).shard(rank, 2), None, "all_to_all", timeout=30
+    )
     layer(x, index, weights).sum().backward()
 
 

@@ -103,7 +103,7 @@ def test_experts_that_do_not_divide_fail_at_set_up():
 
 
 def test_blocks_are_not_cut_by_ranks():
-    """B39: I=1536 over 8 ranks would be 192 columns, which blocks of 128 do not divide: experts are shared, I is not."""
+    """B39: I=1536 over 8 ranks would be 192 columns, no multiple of 128: experts are shared, I is not."""
     weights = rx.quantize_experts(make(8, 128, 1536)[0], "fp8_block")
     shapes = {weights.shard(rank, 8).down_scale.shape for rank in range(8)}
     assert shapes == {(1, 1, 12)}

@@ -1,4 +1,4 @@
-"""Our exchange inside transformers' own expert parallelism, on two and four gloo ranks: logits and gradients of one rank."""
+"""Our exchange inside transformers' own expert parallelism, on gloo ranks: logits and gradients of one rank."""
 
 from __future__ import annotations
 

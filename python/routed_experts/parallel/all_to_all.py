@@ -7,6 +7,7 @@ of tokens follow each other, so that rows of one travel while another is compute
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -34,9 +35,7 @@ class _Home(NamedTuple):
     homes_TM: Tensor
 
 
-def run_all_to_all(
-    link: Link, compute: Compute, share: int, batch: Batch, agreement: Agreement, chunks: int
-) -> Tensor:
+def run_all_to_all(link: Link, compute: Compute, share: int, batch: Batch, agreement: Agreement, chunks: int) -> Tensor:
     """Run this rank's tokens over ``share`` experts a rank, in ``chunks`` runs of tokens: (T, H)."""
     runs = [_Run(link, share, part, agreement, chunk) for chunk, part in enumerate(_split(batch, chunks))]
     runs[0].send()
@@ -59,9 +58,7 @@ def fewer_chunks(agreement: Agreement, chunks: int, least_tokens: int) -> tuple[
 def _split(batch: Batch, chunks: int) -> list[Batch]:
     tokens = batch.x_TH.shape[0]
     edges = [chunk * tokens // chunks for chunk in range(chunks + 1)]
-    return [
-        Batch(*(tensor[first:end] for tensor in batch)) for first, end in zip(edges, edges[1:], strict=False)
-    ]
+    return [Batch(*(tensor[first:end] for tensor in batch)) for first, end in pairwise(edges)]
 
 
 class _Run:
@@ -69,12 +66,12 @@ class _Run:
 
     def __init__(self, link: Link, share: int, batch: Batch, agreement: Agreement, chunk: int) -> None:
         self.share, self.batch, self.widest = share, batch, agreement.widest
-        splits = agreement.send_CW[chunk], agreement.receive_CW[chunk]
-        self.rows = sum(splits[0])
+        send, receive = agreement.send_CW[chunk], agreement.receive_CW[chunk]
+        self.rows = sum(send)
         # What one rank wants of gradients, all ranks have part in.
-        self.there = Trip(link, *splits, differentiable=agreement.wants_grad)
-        self.ids = Trip(link, *splits, differentiable=False)
-        self.back = Trip(link, *reversed(splits), differentiable=agreement.wants_grad or agreement.trains)
+        self.there = Trip(link, send, receive, differentiable=agreement.wants_grad)
+        self.ids = Trip(link, send, receive, differentiable=False)
+        self.back = Trip(link, receive, send, differentiable=agreement.wants_grad or agreement.trains)
         self.world = link.world
 
     def send(self) -> None:

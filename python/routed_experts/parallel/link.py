@@ -73,7 +73,7 @@ class Link:
         """Sum over the ranks in place: the same bits on every rank."""
         if tensor.numel():
             options = dist.AllreduceOptions()
-            options.reduceOp = dist.ReduceOp.SUM
+            options.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
             options.timeout = self.timeout
             options.asyncOp = tensor.is_cpu
             work = self._guard("a sum over the ranks", lambda: self.group.allreduce([tensor], options))
@@ -120,8 +120,7 @@ class Link:
             f"{message} (this is rank {self.rank} of {self.world})",
             found=found,
             needed=f"every rank in the same call within {self.timeout.total_seconds():g} s",
-            hint="look for the first error of the other ranks; a slow first call (kernels being compiled) needs a larger "
-            "timeout=",
+            hint="look for the first error of the other ranks; a first call that compiles needs a larger timeout=",
         ) from cause
 
 

@@ -47,7 +47,7 @@ def load_of(counts: list[int], ranks: int) -> LoadReport:
 
 
 def measure_load(link: Link, top_k_index: Tensor, num_experts: int, is_shared: bool) -> LoadReport:
-    """Count the pairs of all ranks, or of this one where ``is_shared``: all ranks hold the same. Waits for the device."""
+    """Count the pairs of all ranks, or of this one where all hold the same (``is_shared``). Waits for the device."""
     ids = top_k_index.reshape(-1).long()
     ids = torch.where((ids < 0) | (ids >= num_experts), num_experts, ids)
     ones = torch.ones_like(ids)

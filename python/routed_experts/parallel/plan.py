@@ -52,9 +52,10 @@ def count_rows(top_k_index: Tensor, num_experts: int, ranks: int, chunks: int) -
     if not _is_plain_cpu(top_k_index):
         return Counts(*count_rows_torch(top_k_index, num_experts, ranks, chunks))
     ids = top_k_index.contiguous()
+    tokens, slots = ids.shape
     rows = torch.empty(chunks, ranks, dtype=torch.int64)
     code = ID_CODES[ids.dtype]
-    widest = _core.dispatch_count(ids.data_ptr(), code, *ids.shape, num_experts, ranks, chunks, rows.data_ptr())
+    widest = _core.dispatch_count(ids.data_ptr(), code, tokens, slots, num_experts, ranks, chunks, rows.data_ptr())
     return Counts(rows, torch.tensor(widest))
 
 
@@ -75,7 +76,11 @@ def plan_dispatch(top_k_index: Tensor, num_experts: int, ranks: int) -> Dispatch
     _core.dispatch_plan(ids.data_ptr(), code, tokens, slots, num_experts, ranks, *out)
     rows, source, pairs, place, homes = torch.split_with_sizes(buffer, sizes)
     return DispatchPlan(
-        rows, source, pairs.view(-1, slots) if slots else pairs.view(0, 0), place.view(tokens, slots), homes.view(tokens, width)
+        rows,
+        source,
+        pairs.view(-1, slots) if slots else pairs.view(0, 0),
+        place.view(tokens, slots),
+        homes.view(tokens, width),
     )
 
 

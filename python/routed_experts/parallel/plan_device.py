@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -12,7 +14,7 @@ def count_rows_torch(top_k_index: Tensor, num_experts: int, ranks: int, chunks: 
     tokens = hits_TW.shape[0]
     ends = torch.nn.functional.pad((hits_TW > 0).cumsum(0), (0, 0, 1, 0))
     edges = [chunk * tokens // chunks for chunk in range(chunks + 1)]
-    rows_CW = torch.stack([ends[end] - ends[first] for first, end in zip(edges, edges[1:], strict=False)])
+    rows_CW = torch.stack([ends[end] - ends[first] for first, end in pairwise(edges)])
     widest = hits_TW.amax().to(torch.int64) if hits_TW.numel() else hits_TW.new_zeros((), dtype=torch.int64)
     return rows_CW, widest
 

@@ -26,7 +26,9 @@ _PRELOADED = [
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
-def run_ranks(function: Callable[..., Any], world: int, folder: Path, *arguments: Any, wait: float = 120) -> list[Any]:
+def run_ranks(
+    function: Callable[..., Any], world: int, folder: Path, *arguments: Any, wait: float = 120, on: str = "gloo"
+) -> list[Any]:
     """Call ``function(rank, *arguments)`` in ``world`` ranks; return what each gave: a value or a text of its error.
 
     A rank that ends without either (killed) gives None.
@@ -35,7 +37,7 @@ def run_ranks(function: Callable[..., Any], world: int, folder: Path, *arguments
     context.set_forkserver_preload(_PRELOADED)
     folder.mkdir(parents=True, exist_ok=True)
     ranks = [
-        context.Process(target=_rank, args=(rank, world, str(folder), function, arguments, sys.path))
+        context.Process(target=_rank, args=(rank, world, str(folder), function, arguments, sys.path, on))
         for rank in range(world)
     ]
     for process in ranks:
@@ -68,7 +70,13 @@ def _result(path: Path) -> Any:
 
 
 def _rank(
-    rank: int, world: int, folder: str, function: Callable[..., Any], arguments: tuple[Any, ...], path: Any
+    rank: int,
+    world: int,
+    folder: str,
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    path: list[str],
+    on: str,
 ) -> None:
     import torch
     import torch.distributed as dist
@@ -76,7 +84,9 @@ def _rank(
     torch.set_num_threads(1)
     meeting = f"file://{folder}/meeting"
     timeout = datetime.timedelta(seconds=60)
-    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=world, timeout=timeout)
+    if on == "nccl":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(on, init_method=meeting, rank=rank, world_size=world, timeout=timeout)
     try:
         result = function(rank, *arguments)
     except Exception:

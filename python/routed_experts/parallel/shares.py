@@ -1,4 +1,4 @@
-"""Which experts a rank runs: its part of full weights, live where they are a module's, or the share that it was given."""
+"""Which experts a rank runs: its part of full weights, live where they are a module's, or the share it was given."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ use crate::layout::ExpertId;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Ranks {
     experts: u32,
-    ranks: usize,
+    count: usize,
     share: u32,
 }
 
@@ -22,7 +22,7 @@ impl Ranks {
     /// `LayoutError` if either is zero or too large, or E is no multiple of W.
     pub fn new(experts: usize, ranks: usize) -> Result<Self, CoreError> {
         const LIMIT: usize = i32::MAX as usize;
-        if experts == 0 || ranks == 0 || experts > LIMIT || experts % ranks != 0 {
+        if experts == 0 || ranks == 0 || experts > LIMIT || !experts.is_multiple_of(ranks) {
             return Err(CoreError {
                 kind: ErrorKind::LayoutError,
                 message: format!("{experts} experts cannot be shared equally by {ranks} ranks"),
@@ -31,12 +31,12 @@ impl Ranks {
                 hint: Some("choose a number of ranks that divides the number of experts".to_owned()),
             });
         }
-        Ok(Self { experts: experts as u32, ranks, share: (experts / ranks) as u32 })
+        Ok(Self { experts: experts as u32, count: ranks, share: (experts / ranks) as u32 })
     }
 
     /// W.
     pub fn ranks(&self) -> usize {
-        self.ranks
+        self.count
     }
 
     fn owner<I: ExpertId>(&self, id: I) -> Option<usize> {
@@ -66,7 +66,7 @@ impl Shape {
             return Err(CoreError {
                 kind: ErrorKind::LayoutError,
                 message: "a plan numbers its slots in int32".to_owned(),
-                found: Some(format!("T={tokens}, K={slots}, {} ranks", ranks.ranks)),
+                found: Some(format!("T={tokens}, K={slots}, {} ranks", ranks.count)),
                 needed: Some("T * K * min(K, ranks) less than 2**31".to_owned()),
                 hint: Some("split the tokens over several calls".to_owned()),
             });
@@ -81,7 +81,7 @@ impl Shape {
 
     /// M, the most rows that one token becomes.
     pub fn most_rows_of_token(&self) -> usize {
-        self.slots.min(self.ranks.ranks)
+        self.slots.min(self.ranks.count)
     }
 
     /// T*M, the most rows of a plan.
@@ -91,7 +91,7 @@ impl Shape {
 
     /// Length of the buffer that holds all parts, as [`Plan::cut`] cuts it.
     pub fn buffer_len(&self) -> usize {
-        self.ranks.ranks + self.pairs() + 2 * self.most_rows() + self.most_rows() * self.slots
+        self.ranks.count + self.pairs() + 2 * self.most_rows() + self.most_rows() * self.slots
     }
 }
 
@@ -117,7 +117,7 @@ impl<'a> Plan<'a> {
     /// `LayoutError` unless the buffer holds exactly `shape.buffer_len()` numbers.
     pub fn cut(buffer: &'a mut [i32], shape: &Shape) -> Result<Self, CoreError> {
         check_length("output numbers", buffer.len(), shape.buffer_len())?;
-        let (rows, rest) = buffer.split_at_mut(shape.ranks.ranks);
+        let (rows, rest) = buffer.split_at_mut(shape.ranks.count);
         let (source, rest) = rest.split_at_mut(shape.most_rows());
         let (pairs, rest) = rest.split_at_mut(shape.most_rows() * shape.slots);
         let (place, homes) = rest.split_at_mut(shape.pairs());
@@ -133,8 +133,8 @@ impl<'a> Plan<'a> {
 /// `LayoutError` if ids or output are not of the shape's sizes; nothing is written then.
 pub fn count_rows<I: ExpertId>(ids: &[I], shape: &Shape, rows: &mut [i64]) -> Result<usize, CoreError> {
     check_length("ids", ids.len(), shape.pairs())?;
-    let ranks = shape.ranks.ranks;
-    if rows.is_empty() || rows.len() % ranks != 0 {
+    let ranks = shape.ranks.count;
+    if rows.is_empty() || !rows.len().is_multiple_of(ranks) {
         check_length("counts", rows.len(), ranks)?;
     }
     rows.fill(0);
@@ -162,7 +162,7 @@ pub fn count_rows<I: ExpertId>(ids: &[I], shape: &Shape, rows: &mut [i64]) -> Re
 pub fn plan_into<I: ExpertId>(ids: &[I], shape: &Shape, buffer: &mut [i32]) -> Result<(), CoreError> {
     check_length("ids", ids.len(), shape.pairs())?;
     check_length("output numbers", buffer.len(), shape.buffer_len())?;
-    let ranks = shape.ranks.ranks;
+    let ranks = shape.ranks.count;
     let mut counts = vec![0_i64; ranks];
     count_rows(ids, shape, &mut counts)?;
     buffer.fill(-1);

@@ -2,8 +2,8 @@
 
     python benches/bench_parallel.py [--ranks 2] [--device cuda] [--shape NAME] [--tokens 1,4096] [--json FILE]
 
-Without a launcher it starts its own ranks. The gate comes first: values are compared with all experts on one rank, and a
-wrong answer has no time. Every figure is a median of the slowest rank, in microseconds:
+Without a launcher it starts its own ranks. The gate comes first: values are compared with all experts on one rank, and
+a wrong answer has no time. Every figure is a median of the slowest rank, in microseconds:
 
     time        a forward of ExpertParallel, T tokens a rank (all_reduce: W*T, shared by all)
     one device  all experts and the tokens of all ranks on one

@@ -13,10 +13,11 @@ struct Owned {
 
 fn plan(ids: &[i64], slots: usize, experts: usize, ranks: usize) -> Owned {
     let tokens = if slots == 0 { 3 } else { ids.len() / slots };
-    let shape = Shape::new(tokens, slots, Ranks::new(experts, ranks).unwrap()).unwrap();
+    let shape =
+        Shape::new(tokens, slots, Ranks::new(experts, ranks).expect("equal shares")).expect("a small plan");
     let mut buffer = vec![77; shape.buffer_len()];
-    plan_into(ids, &shape, &mut buffer).unwrap();
-    let parts = Plan::cut(&mut buffer, &shape).unwrap();
+    plan_into(ids, &shape, &mut buffer).expect("sizes of the shape");
+    let parts = Plan::cut(&mut buffer, &shape).expect("sizes of the shape");
     Owned {
         rows: parts.rows.to_vec(),
         source: parts.source.to_vec(),

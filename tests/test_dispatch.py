@@ -7,7 +7,9 @@ import torch
 
 import routed_experts as rx
 from routed_experts.layout import ID_CODES
+from routed_experts.parallel.all_to_all import fewer_chunks
 from routed_experts.parallel.exchange import deal, gather, spread
+from routed_experts.parallel.header import Agreement
 from routed_experts.parallel.plan import count_rows, plan_dispatch
 from routed_experts.parallel.plan_device import count_rows_torch, plan_torch
 
@@ -104,3 +106,10 @@ def test_sums_of_homes_are_in_float32():
     assert gather(rows, torch.zeros(3, dtype=torch.int64), homes).item() == 256.0
     rows = torch.tensor([[256.0], [1.0], [1.0]], dtype=torch.bfloat16)
     assert gather(rows, torch.zeros(3, dtype=torch.int64), homes).item() == 258.0
+
+
+def test_short_batches_go_in_one_run():
+    agreement = Agreement([3, 5], 2, False, False, [[1, 0], [0, 2]], [[2, 1], [1, 1]])
+    one, chunks = fewer_chunks(agreement, 2, 3)
+    assert (chunks, one.send_CW, one.receive_CW, one.tokens) == (1, [[1, 2]], [[3, 2]], [3, 5])
+    assert fewer_chunks(agreement, 2, 2) == (agreement, 2)

@@ -185,8 +185,7 @@ def shapes_and_modes(rank: int) -> None:
     # A module that is changed is read again.
     layer = rx.parallel.ExpertParallel(module, None, "all_to_all", timeout=30)
     first = layer(x, index, weights)
-    with torch.no_grad():
-        module.down_proj.mul_(2)
+    module.down_proj = torch.nn.Parameter(2 * module.down_proj.detach())
     assert torch.equal(layer(x, index, weights), 2 * first)
     module.double()
     assert layer(x.double(), index, weights).dtype == torch.float64
@@ -267,3 +266,26 @@ def test_load_report(tmp_path):
         assert (report.imbalance, report.idle_experts, total) == (2.0, 5, 76)
         assert shared.tokens_per_expert == (12, 13, 13, 0, 0, 0, 0, 0)
         assert "rank 0: 76, rank 1: 0" in str(report)
+
+
+def compiled(rank: int) -> float:
+    """The graph breaks around a layer, and goes on after it."""
+    x, index, weights = make_batch("even", torch.float32)
+    experts = make_experts("float32", grad=False)
+    wanted = rx.run_experts(2 * x, index, weights, experts) + 1
+    worst = 0.0
+    for dispatch in ("all_reduce", "all_to_all"):
+        layer = rx.parallel.ExpertParallel(experts, None, dispatch, timeout=60)
+        program = torch.compile(
+            lambda x, index, weights, layer=layer: layer(2 * x, index, weights) + 1, backend="eager"
+        )
+        leaf = x.clone().requires_grad_()
+        out = program(leaf, index, weights)
+        out.sum().backward()
+        assert leaf.grad.any()
+        worst = max(worst, error(out.detach(), wanted))
+    return worst
+
+
+def test_compiled_programs_call_a_layer(tmp_path):
+    assert max(all_good(run_ranks(compiled, 2, tmp_path))) < 1e-5

@@ -23,6 +23,7 @@ from routed_experts.parallel.header import (
 )
 from routed_experts.parallel.link import Link
 from routed_experts.parallel.plan import Counts, count_rows
+from routed_experts.parallel.untraced import untraced
 
 _CHUNKS_ON_CUDA = 4
 _LEAST_TOKENS = 1024  # of a run, on the rank that has most: fewer do not hide what a further exchange costs
@@ -44,6 +45,7 @@ class Engine:
         self._chunks = chunks
         self._calls = 0
 
+    @untraced
     def run(self, compute: Compute, share: int, batch: Batch, *, trains: bool, checked: bool = False) -> Tensor:
         """Run one call over ``share`` experts a rank, (T, H); ``trains`` says whether they want gradients."""
         self.link.check()

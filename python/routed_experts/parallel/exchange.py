@@ -61,8 +61,8 @@ class Trip:
     def end(self) -> None:
         """Wait for what ``begin`` started."""
         works, self._works = self._works, []
-        for work, _ in works:
-            self.link.finish(work)
+        for work, rows in works:
+            self.link.finish(work, rows.is_cpu)
 
 
 class _Start(torch.autograd.Function):

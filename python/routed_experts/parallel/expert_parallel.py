@@ -18,6 +18,7 @@ from routed_experts.parallel.engine import Engine
 from routed_experts.parallel.header import DISPATCHES
 from routed_experts.parallel.load import LoadReport, logger, measure_load
 from routed_experts.parallel.shares import Shares
+from routed_experts.parallel.untraced import untraced
 from routed_experts.weights import ExpertWeights
 
 TIMEOUT = 300.0  # seconds; a first call may compile kernels on some rank
@@ -74,6 +75,7 @@ class ExpertParallel:
         self._shares = Shares(experts, self.engine.link.rank, self.engine.link.world)
         self.num_experts = self._shares.total
 
+    @untraced
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Run this rank's tokens through the experts of all ranks: (T, H) in the dtype of hidden_states.
 

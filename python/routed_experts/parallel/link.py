@@ -65,9 +65,9 @@ class Link:
             lambda: self.group.alltoall_base(out, rows, list(out_splits), list(in_splits), options),
         )
 
-    def finish(self, work: Any) -> None:
-        """Wait for a work on the host (CPU) or let the current stream wait for it (CUDA)."""
-        self._guard("an exchange of rows", lambda: self._wait(work))
+    def finish(self, work: Any, on_host: bool) -> None:
+        """Wait for a work on the host (CPU tensors), or let the current stream wait for it."""
+        self._guard("an exchange of rows", lambda: self._wait(work, on_host))
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Sum over the ranks in place: the same bits on every rank."""
@@ -77,18 +77,14 @@ class Link:
             options.timeout = self.timeout
             options.asyncOp = tensor.is_cpu
             work = self._guard("a sum over the ranks", lambda: self.group.allreduce([tensor], options))
-            self._guard("a sum over the ranks", lambda: self._wait(work))
+            self._guard("a sum over the ranks", lambda: self._wait(work, tensor.is_cpu))
         return tensor
 
-    def _wait(self, work: Any) -> None:
-        if self._is_on_host:
+    def _wait(self, work: Any, on_host: bool) -> None:
+        if on_host:
             work.wait(self.timeout + _GRACE)
         else:
             work.wait()
-
-    @property
-    def _is_on_host(self) -> bool:
-        return "nccl" not in dist.get_backend(self.group)
 
     def _exchange_by_rank(self, mine_WL: Tensor, theirs_WL: Tensor) -> None:
         """Rank by rank, so that a missing one can be named."""

@@ -44,7 +44,7 @@ def _join(link: Link, part: Tensor, rows: int) -> Tensor:
     sizes = _part_rows(link, rows)
     out = part.new_empty((rows, *part.shape[1:]))
     copies = part.repeat(link.world, *[1] * (part.dim() - 1))
-    link.finish(link.start(out, copies, sizes, [part.shape[0]] * link.world))
+    link.finish(link.start(out, copies, sizes, [part.shape[0]] * link.world), part.is_cpu)
     return out
 
 

@@ -18,6 +18,7 @@ from routed_experts.parallel.all_to_all import Batch
 from routed_experts.parallel.engine import Engine
 from routed_experts.parallel.expert_parallel import TIMEOUT
 from routed_experts.parallel.replicas import gather_parts, take_part
+from routed_experts.parallel.untraced import untraced
 from routed_experts.transformers_integration.adapter import Plan
 
 _MEGAMOE = to_config("deepgemm_megamoe")
@@ -80,6 +81,7 @@ class _Exchange:
         self._engine = Engine(ep_mesh, dispatch, TIMEOUT, None)
         self._replicas = None if self.shares_batch or tp_mesh.size() == 1 else Engine(tp_mesh, dispatch, TIMEOUT, None)
 
+    @untraced
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Return the weighted output of this rank's tokens, (T, H); ids count the experts of all ranks."""
         batch = Batch(hidden_states, top_k_index, top_k_weights)

@@ -12,7 +12,7 @@ struct Owned {
 }
 
 fn plan(ids: &[i64], slots: usize, experts: usize, ranks: usize) -> Owned {
-    let tokens = if slots == 0 { 3 } else { ids.len() / slots };
+    let tokens = ids.len().checked_div(slots).unwrap_or(3);
     let shape =
         Shape::new(tokens, slots, Ranks::new(experts, ranks).expect("equal shares")).expect("a small plan");
     let mut buffer = vec![77; shape.buffer_len()];

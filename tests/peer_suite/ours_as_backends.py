@@ -50,7 +50,18 @@ def install() -> str:
         if moe.ExpertsInterface._global_mapping[name] is not function:
             raise pytest.UsageError(f"{name} does not run on routed_experts")
         setattr(moe, f"{name}_experts_forward", function)
-    return f"peer suite: routed_experts {rx.__version__} behind {', '.join(NAMES)}, {share:g} of the output x{scale:g}"
+    names = [*NAMES, *exchange()]
+    return f"peer suite: routed_experts {rx.__version__} behind {', '.join(names)}, {share:g} of the output x{scale:g}"
+
+
+def exchange() -> list[str]:
+    """Bring tokens to experts by our exchange where a config names none, if PEER_SUITE_EXCHANGE=1."""
+    if os.environ.get("PEER_SUITE_EXCHANGE") != "1":
+        return []
+    from transformers.distributed.expert_parallel import EPImplementationInterface
+
+    EPImplementationInterface.register("auto", EPImplementationInterface()["routed_experts"])
+    return ["ep_implementation auto"]
 
 
 def scaled(function: Callable[..., Tensor], factor: float, share: float) -> Callable[..., Tensor]:

@@ -289,3 +289,31 @@ def compiled(rank: int) -> float:
 
 def test_compiled_programs_call_a_layer(tmp_path):
     assert max(all_good(run_ranks(compiled, 2, tmp_path))) < 1e-5
+
+
+def hands_over_to_megamoe(rank: int) -> tuple[Any, ...]:
+    """What the backend is called with; the kernel itself needs its hardware."""
+    from routed_experts.parallel import expert_parallel
+
+    seen: dict[str, Any] = {}
+
+    def run(x: Any, index: Any, weights: Any, experts: Any, **how: Any) -> Any:
+        seen.update(how, index=index, experts=experts)
+        return x
+
+    def choose(experts: Any, **asked: Any) -> None:
+        seen["asked"] = (asked["backend"], asked["process_group"], asked["expert_parallel"])
+
+    expert_parallel.run_experts = run
+    expert_parallel.selection.choose = choose
+    x, index, weights = make_batch("even", torch.float32)
+    layer = rx.parallel.ExpertParallel(make_experts("float32", grad=False), None, "megamoe", timeout=30)
+    assert layer(x, index, weights) is x
+    assert seen["index"] is index
+    assert seen["process_group"] is dist.group.WORLD
+    return seen["backend"], seen["expert_parallel"], tuple(seen["experts"].shard), seen["asked"]
+
+
+def test_megamoe_gets_global_ids_the_share_and_the_group(tmp_path):
+    for rank, seen in enumerate(all_good(run_ranks(hands_over_to_megamoe, 2, tmp_path))):
+        assert seen == ("deepgemm_megamoe", True, (rank, 2), ("deepgemm_megamoe", True, True))

@@ -50,7 +50,7 @@ def _declaration(weights: Any, tensors: dict[str, torch.Tensor]) -> Declaration:
         is_concatenated=bool(weights.is_concatenated),
         counts=(tensors["down_proj"].shape[0],),
         tensors=tuple(tensors),
-        shard=tuple(shard) if isinstance(shard := getattr(weights, "shard", None), tuple) else None,
+        shard=shard if isinstance(shard := getattr(weights, "shard", None), tuple) else None,
     )
 
 

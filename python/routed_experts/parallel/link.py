@@ -83,7 +83,7 @@ class Link:
     def _wait(self, work: Any, on_host: bool) -> None:
         if on_host:
             work.wait(self.timeout + _GRACE)
-        else:
+        elif work is not None:  # torch may give none for what ran on the current stream
             work.wait()
 
     def _exchange_by_rank(self, mine_WL: Tensor, theirs_WL: Tensor) -> None:

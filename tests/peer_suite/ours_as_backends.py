@@ -55,13 +55,21 @@ def install() -> str:
 
 
 def exchange() -> list[str]:
-    """Bring tokens to experts by our exchange where a config names none, if PEER_SUITE_EXCHANGE=1."""
-    if os.environ.get("PEER_SUITE_EXCHANGE") != "1":
+    """Bring tokens to experts by our exchange where a config names none, its output times PEER_SUITE_EXCHANGE."""
+    factor = float(os.environ.get("PEER_SUITE_EXCHANGE", "0"))
+    if not factor:
         return []
     from transformers.distributed.expert_parallel import EPImplementationInterface
 
-    EPImplementationInterface.register("auto", EPImplementationInterface()["routed_experts"])
-    return ["ep_implementation auto"]
+    ours = EPImplementationInterface()["routed_experts"]
+
+    class Exchange(ours):  # type: ignore[misc, valid-type]
+        def __call__(self, *args: Any) -> Tensor:
+            out = super().__call__(*args)
+            return out if factor == 1 else factor * out
+
+    EPImplementationInterface.register("auto", Exchange)
+    return [f"ep_implementation auto x{factor:g}"]
 
 
 def scaled(function: Callable[..., Tensor], factor: float, share: float) -> Callable[..., Tensor]:

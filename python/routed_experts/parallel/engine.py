@@ -60,9 +60,11 @@ class Engine:
             agreement, chunks = fewer_chunks(agreement, chunks, _LEAST_TOKENS)
         return run_all_to_all(self.link, compute, share, batch, agreement, chunks)
 
-    def announce_fault(self, device: torch.device) -> None:
+    def announce_fault(self, device: torch.device, checked: bool) -> None:
         """Let the other ranks know that this one raises, where they are about to ask."""
-        if self.dispatch == "all_to_all" or device.type == "cpu":
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return  # nothing can be asked while a graph is captured, on any rank
+        if self.dispatch == "all_to_all" or device.type == "cpu" or (checked and self.dispatch == "all_reduce"):
             self._calls += 1
             announce_fault(self.link, device)
 

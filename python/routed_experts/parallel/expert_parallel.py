@@ -94,7 +94,7 @@ class ExpertParallel:
         try:
             self._check(share, hidden_states, top_k_index, top_k_weights)
         except Exception:
-            self.engine.announce_fault(share.device)
+            self.engine.announce_fault(share.device, is_checked(self.checked))
             raise
         out = self._run(share, Batch(hidden_states, top_k_index, top_k_weights))
         if self.report_load:

@@ -45,9 +45,12 @@ def row(printed: str, title: str) -> list[str]:
 def test_every_example_is_run_here_or_by_make() -> None:
     here = set(re.findall(r'example\("(\w+\.py)"', Path(__file__).read_text()))
     by_make = set(re.findall(r"examples/(\w+\.py)", (EXAMPLES.parent / "Makefile").read_text()))
+    under_torchrun = set(
+        re.findall(r'"examples" / "(\w+\.py)"', Path(__file__).with_name("test_parallel_example.py").read_text())
+    )
     names = {path.name for path in EXAMPLES.glob("*.py")}
     assert len(names) >= 4
-    assert names == here | by_make
+    assert names == here | by_make | under_torchrun
 
 
 def test_transformers_generate(tmp_path: Path) -> None:

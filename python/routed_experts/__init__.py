@@ -5,7 +5,7 @@ or on the one that was asked for; ``select_backend`` says which, and why. Import
 optional package.
 """
 
-from routed_experts import quantization
+from routed_experts import parallel, quantization
 from routed_experts._core import __version__
 from routed_experts.backends.registry import ExpertsInterface, backends, register_backend, unregister_backend
 from routed_experts.backends.spec import Backend, Cost, Spec
@@ -68,6 +68,7 @@ __all__ = [
     "current_facts",
     "decode_stage",
     "get_experts_implementation",
+    "parallel",
     "quantization",
     "quantize_experts",
     "register_backend",

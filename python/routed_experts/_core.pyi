@@ -8,6 +8,8 @@ __all__ = [
     "LaunchPlan",
     "Registry",
     "__version__",
+    "dispatch_count",
+    "dispatch_plan",
     "find_toolkit",
     "layout_build",
     "layout_first_out_of_range",
@@ -28,6 +30,14 @@ def layout_build(
     /,
 ) -> None: ...
 def layout_first_out_of_range(ids: int, dtype: int, pairs: int, num_experts: int, /) -> int | None: ...
+
+# parallel/plan.py: addresses of contiguous CPU tensors.
+def dispatch_count(
+    ids: int, dtype: int, tokens: int, slots: int, num_experts: int, ranks: int, chunks: int, out: int, /
+) -> int: ...
+def dispatch_plan(
+    ids: int, dtype: int, tokens: int, slots: int, num_experts: int, ranks: int, out: int, out_len: int, /
+) -> None: ...
 
 # Private names of this file: the kinds of a parameter are pointer (the value is a slot), int32, int64, float32 (bits).
 _Param: TypeAlias = tuple[str, int]

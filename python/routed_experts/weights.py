@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from routed_experts import gates
 from routed_experts.quantization.checks import as_stored, check_scale_values
 from routed_experts.quantization.formats import Quantization
+from routed_experts.sharding import ShardOf, mark_share
 from routed_experts.weights_checks import check_declaration, check_tensors
 
 SCALE_NAMES = (
@@ -165,7 +166,7 @@ class ExpertWeights:
     quantization: Quantization | None
     activation_name: str | None  # canonical name, None for a callable we do not know
     act_fn: Callable[[Tensor], Tensor]
-    shard: tuple[int, int] | None = None  # (rank, world) of a rank's share
+    shard: Any = ShardOf()  # (rank, world) of a rank's share; else equal to None, and shard(rank, world) makes one
     _tensors: dict[str, Tensor | None]
     _module: nn.Module | None  # set by from_module: everything is then read from there
     # Shared by all bindings of one layout; by plain data, never by tensors, and never holding any.
@@ -342,7 +343,7 @@ class ExpertWeights:
         shard = arguments.pop("shard", None)
         weights = cls(**arguments)
         if shard is not None:
-            weights.__dict__["shard"] = shard
+            mark_share(weights, *shard)
         return weights
 
     def save_checkpoint(self, path: str | os.PathLike[str]) -> None:

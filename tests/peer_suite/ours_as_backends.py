@@ -50,7 +50,26 @@ def install() -> str:
         if moe.ExpertsInterface._global_mapping[name] is not function:
             raise pytest.UsageError(f"{name} does not run on routed_experts")
         setattr(moe, f"{name}_experts_forward", function)
-    return f"peer suite: routed_experts {rx.__version__} behind {', '.join(NAMES)}, {share:g} of the output x{scale:g}"
+    names = [*NAMES, *exchange()]
+    return f"peer suite: routed_experts {rx.__version__} behind {', '.join(names)}, {share:g} of the output x{scale:g}"
+
+
+def exchange() -> list[str]:
+    """Bring tokens to experts by our exchange where a config names none, its output times PEER_SUITE_EXCHANGE."""
+    factor = float(os.environ.get("PEER_SUITE_EXCHANGE", "0"))
+    if not factor:
+        return []
+    from transformers.distributed.expert_parallel import EPImplementationInterface
+
+    ours = EPImplementationInterface()["routed_experts"]
+
+    class Exchange(ours):  # type: ignore[misc, valid-type]
+        def __call__(self, *args: Any) -> Tensor:
+            out = super().__call__(*args)
+            return out if factor == 1 else factor * out
+
+    EPImplementationInterface.register("auto", Exchange)
+    return [f"ep_implementation auto x{factor:g}"]
 
 
 def scaled(function: Callable[..., Tensor], factor: float, share: float) -> Callable[..., Tensor]:

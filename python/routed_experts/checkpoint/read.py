@@ -70,7 +70,8 @@ def read_experts(
             tensors = reader.read_quantized(parameters, planned, as_floats=dequantize)
             if not dequantize:
                 flags["quantization"] = quantization_of(planned)
-        logger.debug("read %d bytes of experts %s of layer %d from %s", files.bytes_read, local, layer, path)
+        level = logging.DEBUG if rank is None else logging.INFO  # a share says what it cost
+        logger.log(level, "read %d bytes of experts %s of layer %d from %s", files.bytes_read, local, layer, path)
     if rank is not None and world is not None:
         flags["shard"] = (rank, world)
     return {**tensors, **flags, "num_experts": len(local)}

@@ -11,6 +11,7 @@ from routed_experts.errors import UnsupportedScheme
 from routed_experts.quantization.checks import check_scheme
 from routed_experts.quantization.formats import Quantization
 from routed_experts.quantization.reference import quantize
+from routed_experts.sharding import mark_share
 from routed_experts.weights import TENSOR_NAMES, ExpertWeights
 
 _KEPT = (
@@ -68,7 +69,8 @@ def quantize_experts(
         tensors[name], tensors[f"{name}_scale_inv"] = _quantize(bound, name, scheme, halves)
     kept: dict[str, Any] = {name: getattr(bound, name) for name in _KEPT}
     quantized = ExpertWeights(**{name: tensors[name] for name in TENSOR_NAMES}, **kept, quantization=scheme)  # type: ignore[arg-type]
-    quantized.__dict__["shard"] = bound.shard
+    if bound.shard:
+        mark_share(quantized, *bound.shard)
     return quantized
 
 

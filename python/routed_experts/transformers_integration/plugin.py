@@ -12,6 +12,7 @@ from routed_experts.errors import BackendUnavailable
 from routed_experts.names import valid_names
 from routed_experts.transformers_integration.adapter import Adapter, Plan
 from routed_experts.transformers_integration.decoding import AssistedAdapter, DecodeAdapter, PrefillAdapter
+from routed_experts.transformers_integration.expert_parallel import ExpertParallelAdapter
 from routed_experts.transformers_integration.get_method import GetMethodAdapter
 from routed_experts.transformers_integration.load_time import LoadTimeAdapter
 from routed_experts.transformers_integration.loading import LoadingAdapter
@@ -29,6 +30,7 @@ ADAPTERS: tuple[Callable[[], Adapter], ...] = (
     DecodeAdapter,
     PrefillAdapter,
     AssistedAdapter,
+    ExpertParallelAdapter,
 )
 
 

@@ -105,7 +105,7 @@ fn find<I: ExpertId>(ids: usize, pairs: usize, num_experts: usize) -> Result<Opt
 ///
 /// # Safety
 /// `len` values of `I` must be readable at `address` for as long as the result lives.
-unsafe fn ids_at<'a, I: ExpertId>(address: usize, len: usize) -> Cow<'a, [I]> {
+pub(crate) unsafe fn ids_at<'a, I: ExpertId>(address: usize, len: usize) -> Cow<'a, [I]> {
     let start = address as *const I;
     if len == 0 {
         return Cow::Borrowed(&[]); // torch gives empty tensors a null pointer
@@ -118,7 +118,7 @@ unsafe fn ids_at<'a, I: ExpertId>(address: usize, len: usize) -> Cow<'a, [I]> {
     Cow::Owned((0..len).map(|index| unsafe { start.add(index).read_unaligned() }).collect())
 }
 
-fn not_an_output(address: usize) -> CoreError {
+pub(crate) fn not_an_output(address: usize) -> CoreError {
     CoreError {
         kind: ErrorKind::LayoutError,
         message: "the output is no CPU tensor of int32".to_owned(),

@@ -2,6 +2,7 @@
 
 use pyo3::prelude::*;
 
+mod dispatch;
 mod errors;
 mod experts;
 mod launch;
@@ -13,6 +14,7 @@ mod toolkit;
 #[pymodule(gil_used = false)]
 fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
+    dispatch::register(module)?;
     experts::register(module)?;
     launch::register(module)?;
     layout::register(module)?;

@@ -1,6 +1,7 @@
 //! Pure Rust core of routed-experts: no Python, no torch.
 
 pub mod cost;
+pub mod dispatch;
 pub mod error;
 pub mod experts;
 pub mod facts;

@@ -102,7 +102,7 @@ def _product(
 
 
 def _row(path: str, cost: Cost, *own: Requirement) -> tuple[Spec, Any]:
-    requires = (*_MODULE, *own, *_MACHINE)
+    requires: tuple[Requirement, ...] = (*_MODULE, *own, *_MACHINE)
     return Spec(name="deepgemm", path=path, devices=("cuda",), requires=requires, cost={"cuda": cost}), run
 
 

@@ -315,6 +315,30 @@ def test_each_symbol_of_deepgemm_is_missed(path):
     assert "2.5.0" in caught.value.found
 
 
+def test_a_build_whose_entry_point_lacks_an_argument_is_refused_at_the_load():
+    class Older(FakeSonicMoe):
+        __version__ = "0.1"
+
+        def moe_general_routing_inputs(self, x, router_scores, is_inference_mode_enabled=False):
+            pytest.fail("called")
+
+    rx.register_kernel("sonicmoe", Older())
+    with pytest.raises(errors.BackendUnavailable, match="lacks arguments") as caught:
+        load_kernel("sonicmoe")
+    assert "no moe_general_routing_inputs(concat_layout) in" in caught.value.found
+    assert "version 0.1" in caught.value.found
+    assert "kernels-community/sonic-moe" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("entry", "takes"),
+    [(lambda concat_layout: None, True), (lambda **more: None, True), (getattr, True), (print, False)],
+    ids=["by name", "any name", "a builtin that does not tell", "a builtin that tells"],
+)
+def test_an_argument_is_looked_for_in_the_signature(entry, takes):
+    assert bundles._takes(entry, "concat_layout") is takes
+
+
 def test_all_missing_symbols_are_named_at_once():
     paths = list(KERNELS["deepgemm"].symbols.values())
     rx.register_kernel("deepgemm", Without(FakeDeepGemm(), *paths))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -56,7 +57,8 @@ class Kernel:
     """One kernel: its sources, and its entry points by the field of ``bundle`` that each fills.
 
     ``symbols`` are dotted paths, as the published build has them; some builds keep a symbol elsewhere, which
-    ``also`` says. ``shares`` names the kernel whose module this one is found in.
+    ``also`` says. ``shares`` names the kernel whose module this one is found in. ``arguments`` are those, by field,
+    that older builds of an entry point do not take.
     """
 
     name: str
@@ -68,24 +70,42 @@ class Kernel:
     symbols: Mapping[str, str]
     also: Mapping[str, str] = dataclasses.field(default_factory=dict)
     shares: str | None = None
+    arguments: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
 
     def bundle_of(self, module: Any, source: str) -> Any:
         """Return the entry points of a loaded module.
 
         Raises:
-            BackendUnavailable: symbols are missing; all of them are named.
+            BackendUnavailable: symbols, or arguments of theirs, are missing; all of them are named.
         """
         found = {field: _resolve(module, path, self.also.get(path)) for field, path in self.symbols.items()}
         missing = [self.symbols[field] for field, value in found.items() if value is None]
         if missing:
-            version = getattr(module, "__version__", None)
-            raise BackendUnavailable(
-                f"the kernel {self.name} lacks entry points",
-                found=f"no {', '.join(missing)} in {source}" + (f", version {version}" if version else ""),
-                needed=", ".join(self.symbols.values()),
-                hint=f"use a build of {self.repository} that has them",
-            )
+            raise self._lacks("entry points", ", ".join(missing), ", ".join(self.symbols.values()), module, source)
+        wanted = [(field, name) for field, names in self.arguments.items() for name in names]
+        untaken = [f"{self.symbols[field]}({name})" for field, name in wanted if not _takes(found[field], name)]
+        if untaken:
+            needed = ", ".join(f"{self.symbols[field]}({name})" for field, name in wanted)
+            raise self._lacks("arguments of entry points", ", ".join(untaken), needed, module, source)
         return self.bundle(**found, module=module, source=source)
+
+    def _lacks(self, what: str, missing: str, needed: str, module: Any, source: str) -> BackendUnavailable:
+        version = getattr(module, "__version__", None)
+        return BackendUnavailable(
+            f"the kernel {self.name} lacks {what}",
+            found=f"no {missing} in {source}" + (f", version {version}" if version else ""),
+            needed=needed,
+            hint=f"use a build of {self.repository} that has them",
+        )
+
+
+def _takes(entry: Entry, name: str) -> bool:
+    """Whether an entry point takes an argument of that name; one that does not tell is taken at its word."""
+    try:
+        parameters = inspect.signature(entry).parameters
+    except (TypeError, ValueError):
+        return True
+    return name in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
 
 
 def _resolve(module: Any, path: str, also: str | None) -> Any:
@@ -142,6 +162,8 @@ _SONICMOE = Kernel(
     package="sonicmoe",
     bundle=SonicMoe,
     symbols={"activation_type": "enums.ActivationType", "run": "moe_general_routing_inputs"},
+    # Without it a build reads gate and up rows by turns, and halves would be computed wrong in silence.
+    arguments={"run": ("concat_layout",)},
 )
 
 KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in (_DEEPGEMM, _MEGAMOE, _SONICMOE)}

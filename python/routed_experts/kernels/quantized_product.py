@@ -18,9 +18,11 @@ import triton.language as tl
 from routed_experts.kernels.decode import (
     block_of,
     load_scale,
+    power_of_two,
     scale_of_columns,
     to_e4m3,
     unfold_e2m1,
+    unfold_e2m1_scaled,
     widen_e2m1,
     widen_e4m3,
 )
@@ -176,6 +178,57 @@ def packed_product(
 
 
 @triton.jit
+def packed_narrow_product(
+    rows_M, mask_M, weight, scale, column_N, begin, end,
+    D: tl.constexpr, N: tl.constexpr, ROW_D: tl.constexpr, W_N: tl.constexpr,
+    S_N: tl.constexpr, Q_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    EVEN: tl.constexpr, SWAP: tl.constexpr,
+):
+    """As ``packed_product``, of E4M3 rows and numbers: of a column's power of two in each group of 32, what is above
+    the largest of a step becomes part of the numbers. D is whole steps; bytes along D are contiguous and aligned.
+    """
+    HALF: tl.constexpr = BLOCK_D // 2
+    GROUPS: tl.constexpr = BLOCK_D // 32
+    # All scales of a step and a column are one word.
+    WORD: tl.constexpr = tl.uint64 if GROUPS == 8 else tl.uint32
+    d, byte = tl.arange(0, BLOCK_D), tl.arange(0, HALF)
+    row_ptr = rows_M[:, None] + (begin.to(tl.int64) + d)[None, :] * ROW_D
+    weight_ptr = weight + column_N[:, None].to(tl.int64) * W_N + (begin.to(tl.int64) // 2 + byte)[None, :]
+    place_N = scale_of_columns(scale, column_N, N, S_N, Q_N) + begin // 32
+    valid_N = column_N < N
+    shift = (8 * tl.arange(0, GROUPS)).to(WORD)
+    acc = tl.zeros((BLOCK_N, BLOCK_M) if SWAP else (BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for _start in range(begin, end, BLOCK_D):
+        row = tl.load(row_ptr, mask=mask_M[:, None], other=0.0)
+        word = tl.load(place_N.to(tl.pointer_type(WORD)), mask=valid_N, other=0)
+        if EVEN:
+            tile = tl.load(weight_ptr)
+        else:
+            tile = tl.load(weight_ptr, mask=valid_N[:, None] & (byte >= 0)[None, :], other=0)
+        row, row_scale = to_e4m3(row.to(tl.float32), BLOCK_D)
+        row_scale = tl.reshape(row_scale, (BLOCK_M,))
+        even, odd = tl.split(tl.reshape(row, (BLOCK_M, HALF, 2)))
+        top = (word & 0xFF).to(tl.int32)
+        for group in tl.static_range(1, GROUPS):
+            top = tl.maximum(top, ((word >> (8 * group)) & 0xFF).to(tl.int32))
+        exponent = ((word[:, None] >> shift[None, :]) & 0xFF).to(tl.int32) - top[:, None]
+        low, high = unfold_e2m1_scaled(tile, exponent, 0)
+        part = _dot(even, low, tl.zeros_like(acc), SWAP, "ieee")
+        part = _dot(odd, high, part, SWAP, "ieee")
+        value_N = power_of_two(top) * 2.0**-6
+        if SWAP:
+            acc += part * (value_N[:, None] * row_scale[None, :])
+        else:
+            acc += part * (row_scale[:, None] * value_N[None, :])
+        row_ptr += BLOCK_D * ROW_D
+        weight_ptr += HALF
+        place_N += GROUPS
+    if SWAP:
+        acc = tl.trans(acc)
+    return acc
+
+
+@triton.jit
 def any_product(
     rows_M, mask_M, weight, scale, column_N, begin, end,
     D: tl.constexpr, N: tl.constexpr, ROW_D: tl.constexpr, W_N: tl.constexpr, W_D: tl.constexpr,
@@ -187,6 +240,9 @@ def any_product(
     if FORMAT is None:
         acc = product(rows_M, mask_M, weight, column_N, begin, end, D, N, ROW_D, W_N, W_D,
                       BLOCK_M, BLOCK_N, BLOCK_D, EVEN, SWAP, PRECISION)
+    elif FORMAT == "e2m1" and NARROW:
+        acc = packed_narrow_product(rows_M, mask_M, weight, scale, column_N, begin, end, D, N, ROW_D, W_N,
+                                    S_N, Q_N, BLOCK_M, BLOCK_N, BLOCK_D, EVEN, SWAP)
     elif FORMAT == "e2m1":
         acc = packed_product(rows_M, mask_M, weight, scale, column_N, begin, end, D, N, ROW_D, W_N, W_D,
                              S_N, S_D, Q_N, Q_D, BLOCK_M, BLOCK_N, BLOCK_D, EVEN, SWAP, PRECISION)

@@ -162,7 +162,8 @@ def _words_fit(experts: ExpertWeights) -> bool:
         stack.scale.dtype != torch.float32
         and not stack.interleaved
         and stack.shape[2] % quantized_configs.ROW_GROUP == 0
-        and all(_is_aligned(part, size) for part, size in ((stack.weight, 16), (stack.scale, 8)))
+        and _is_aligned(stack.weight, 16)
+        and _is_aligned(stack.scale, 8 if stack.shape[2] % 256 == 0 else 4)
         for stack in (stack_of(experts, True), stack_of(experts, False))
     )
 

@@ -104,28 +104,30 @@ def unfold_e2m1(tile, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def unfold_e2m1_scaled(tile, exponent, TOP: tl.constexpr):
+def unfold_e2m1_scaled(tile, exponent, top_N):
     """The numbers in the low and in the high half of bytes (N, BYTES) as E4M3, times powers of two.
 
-    ``exponent`` (N, GROUPS) is of each group of bytes, at most TOP: the largest makes 384 of a 6. Eleven less is still
+    ``exponent`` (N, GROUPS) is of each group of bytes, at most ``top_N``: that makes 384 of a 6. Eleven less is still
     exact. From there on what is smaller counts as twelve less, where a half is lost: an error of under 2**-9 of what
-    the scale at TOP is.
+    the scale at ``top_N`` is.
     """
     N: tl.constexpr = tile.shape[0]
     BYTES: tl.constexpr = tile.shape[1]
     GROUPS: tl.constexpr = exponent.shape[1]
-    exponent = tl.maximum(exponent, TOP - 12)
-    wide = tl.broadcast_to(exponent[:, :, None], (N, GROUPS, BYTES // GROUPS))
+    least = (top_N - 12)[:, None]
+    exponent = tl.maximum(exponent, least)
     if IS_INTERPRETED:
-        wide = tl.reshape(wide, (N, BYTES))
-        factor = ((wide - TOP + 6 + 127).to(tl.uint32) << 23).to(tl.float32, bitcast=True)
+        wide = tl.reshape(tl.broadcast_to((exponent - least)[:, :, None], (N, GROUPS, BYTES // GROUPS)), (N, BYTES))
+        factor = ((wide - 6 + 127).to(tl.uint32) << 23).to(tl.float32, bitcast=True)
         low, high = widen_e2m1(tile & 0xF, tl.float32) * factor, widen_e2m1(tile >> 4, tl.float32) * factor
         low = tl.where(tl.abs(low) < 2.0**-6, 0.0, low).to(tl.float8e4nv)
         high = tl.where(tl.abs(high) < 2.0**-6, 0.0, high).to(tl.float8e4nv)
     else:
-        smallest: tl.constexpr = TOP - 12
-        first = tl.reshape((wide - smallest) * 0x08080800 + 0x0C080000, (N, BYTES))
-        second = tl.reshape((wide - smallest) * 0x08080808 + 0x1C181410, (N, BYTES))
+        # The tables for the least exponent; each step above it adds one to the exponents of all but zero.
+        first = exponent * 0x08080800 + (0x0C080000 - least * 0x08080800)
+        second = exponent * 0x08080808 + (0x1C181410 - least * 0x08080808)
+        first = tl.reshape(tl.broadcast_to(first[:, :, None], (N, GROUPS, BYTES // GROUPS)), (N, BYTES))
+        second = tl.reshape(tl.broadcast_to(second[:, :, None], (N, GROUPS, BYTES // GROUPS)), (N, BYTES))
         low, high = tl.inline_asm_elementwise(
             _E2M1_TO_E4M3, "=r,=r,r,r,r,r,r,r,r,r,r", [tile, first, second],
             dtype=(tl.float8e4nv, tl.float8e4nv), is_pure=True, pack=4,

@@ -178,26 +178,55 @@ def packed_product(
 
 
 @triton.jit
+def _largest_scale(place_N, valid_N, D: tl.constexpr):
+    """The largest of each column's scales along D, as they are stored: bytes that are contiguous, four a word."""
+    WORDS: tl.constexpr = D // 128
+    STEP: tl.constexpr = 16
+    word = tl.arange(0, STEP)
+    top_N = tl.zeros(place_N.shape, dtype=tl.int32)
+    for start in range(0, WORDS, STEP):
+        mask = valid_N[:, None] & (word < WORDS - start)[None, :]
+        four = tl.load(place_N.to(tl.pointer_type(tl.int32))[:, None] + (start + word)[None, :], mask=mask, other=0)
+        largest = tl.maximum(four & 0xFF, (four >> 8) & 0xFF)
+        largest = tl.maximum(largest, tl.maximum((four >> 16) & 0xFF, (four >> 24) & 0xFF))
+        top_N = tl.maximum(top_N, tl.max(largest, axis=1))
+    return top_N
+
+
+@triton.jit
+def _repeated(row, TIMES: tl.constexpr):
+    """Rows (M, D), TIMES over: tensor cores want sixteen."""
+    if TIMES > 1:
+        M: tl.constexpr = row.shape[0]
+        D: tl.constexpr = row.shape[1]
+        row = tl.reshape(tl.broadcast_to(row[None, :, :], (TIMES, M, D)), (TIMES * M, D))
+    return row
+
+
+@triton.jit
 def packed_narrow_product(
     rows_M, mask_M, weight, scale, column_N, begin, end,
     D: tl.constexpr, N: tl.constexpr, ROW_D: tl.constexpr, W_N: tl.constexpr,
     S_N: tl.constexpr, Q_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    EVEN: tl.constexpr, SWAP: tl.constexpr,
+    EVEN: tl.constexpr,
 ):
-    """As ``packed_product``, of E4M3 rows and numbers: of a column's power of two in each group of 32, what is above
-    the largest of a step becomes part of the numbers. D is whole steps; bytes along D are contiguous and aligned.
+    """As ``packed_product``, swapped, of E4M3 rows and numbers: how far a column's scale in each group of 32 is below
+    its largest becomes part of the numbers. D is whole steps; codes and scales along D are contiguous and aligned.
     """
     HALF: tl.constexpr = BLOCK_D // 2
     GROUPS: tl.constexpr = BLOCK_D // 32
+    TIMES: tl.constexpr = 16 // BLOCK_M if BLOCK_M < 16 else 1
     # All scales of a step and a column are one word.
     WORD: tl.constexpr = tl.uint64 if GROUPS == 8 else tl.uint32
     d, byte = tl.arange(0, BLOCK_D), tl.arange(0, HALF)
     row_ptr = rows_M[:, None] + (begin.to(tl.int64) + d)[None, :] * ROW_D
     weight_ptr = weight + column_N[:, None].to(tl.int64) * W_N + (begin.to(tl.int64) // 2 + byte)[None, :]
-    place_N = scale_of_columns(scale, column_N, N, S_N, Q_N) + begin // 32
     valid_N = column_N < N
+    place_N = scale_of_columns(scale, column_N, N, S_N, Q_N)
+    top_N = _largest_scale(place_N, valid_N, D)
+    place_N += begin // 32
     shift = (8 * tl.arange(0, GROUPS)).to(WORD)
-    acc = tl.zeros((BLOCK_N, BLOCK_M) if SWAP else (BLOCK_M, BLOCK_N), dtype=tl.float32)
+    acc = tl.zeros((BLOCK_N, TIMES * BLOCK_M), dtype=tl.float32)
     for _start in range(begin, end, BLOCK_D):
         row = tl.load(row_ptr, mask=mask_M[:, None], other=0.0)
         word = tl.load(place_N.to(tl.pointer_type(WORD)), mask=valid_N, other=0)
@@ -206,26 +235,19 @@ def packed_narrow_product(
         else:
             tile = tl.load(weight_ptr, mask=valid_N[:, None] & (byte >= 0)[None, :], other=0)
         row, row_scale = to_e4m3(row.to(tl.float32), BLOCK_D)
-        row_scale = tl.reshape(row_scale, (BLOCK_M,))
         even, odd = tl.split(tl.reshape(row, (BLOCK_M, HALF, 2)))
-        top = (word & 0xFF).to(tl.int32)
-        for group in tl.static_range(1, GROUPS):
-            top = tl.maximum(top, ((word >> (8 * group)) & 0xFF).to(tl.int32))
-        exponent = ((word[:, None] >> shift[None, :]) & 0xFF).to(tl.int32) - top[:, None]
-        low, high = unfold_e2m1_scaled(tile, exponent, 0)
-        part = _dot(even, low, tl.zeros_like(acc), SWAP, "ieee")
-        part = _dot(odd, high, part, SWAP, "ieee")
-        value_N = power_of_two(top) * 2.0**-6
-        if SWAP:
-            acc += part * (value_N[:, None] * row_scale[None, :])
-        else:
-            acc += part * (row_scale[:, None] * value_N[None, :])
+        exponent = ((word[:, None] >> shift[None, :]) & 0xFF).to(tl.int32)
+        low, high = unfold_e2m1_scaled(tile, exponent, top_N)
+        part = _dot(_repeated(even, TIMES), low, tl.zeros_like(acc), True, "ieee")
+        part = _dot(_repeated(odd, TIMES), high, part, True, "ieee")
+        acc += part * tl.trans(_repeated(row_scale, TIMES))
         row_ptr += BLOCK_D * ROW_D
         weight_ptr += HALF
         place_N += GROUPS
-    if SWAP:
-        acc = tl.trans(acc)
-    return acc
+    acc *= (power_of_two(top_N) * 2.0**-6)[:, None]
+    if TIMES > 1:
+        acc = tl.max(tl.reshape(acc, (BLOCK_N, TIMES, BLOCK_M)), axis=1)
+    return tl.trans(acc)
 
 
 @triton.jit
@@ -242,7 +264,7 @@ def any_product(
                       BLOCK_M, BLOCK_N, BLOCK_D, EVEN, SWAP, PRECISION)
     elif FORMAT == "e2m1" and NARROW:
         acc = packed_narrow_product(rows_M, mask_M, weight, scale, column_N, begin, end, D, N, ROW_D, W_N,
-                                    S_N, Q_N, BLOCK_M, BLOCK_N, BLOCK_D, EVEN, SWAP)
+                                    S_N, Q_N, BLOCK_M, BLOCK_N, BLOCK_D, EVEN)
     elif FORMAT == "e2m1":
         acc = packed_product(rows_M, mask_M, weight, scale, column_N, begin, end, D, N, ROW_D, W_N, W_D,
                              S_N, S_D, Q_N, Q_D, BLOCK_M, BLOCK_N, BLOCK_D, EVEN, SWAP, PRECISION)

@@ -53,7 +53,8 @@ class Choice(NamedTuple):
     ``split`` is into how many parts the second product's depth is cut where there are few programs; ``is_large``
     says that operands come through tensor descriptors; ``is_quantized`` is of the weights, ``reads_e4m3`` that the
     device converts such numbers itself.
-    ``quantizes`` is that rows are multiplied as E4M3 too, ``is_narrow`` that they are quantized where they are read.
+    ``quantizes`` is that rows are multiplied as E4M3 too, ``is_narrow`` that they are quantized where they are read;
+    or, if ``has_records`` too, before that: see kernels/packed.py.
     """
 
     is_sorted: bool
@@ -66,6 +67,7 @@ class Choice(NamedTuple):
     reads_e4m3: bool = True
     quantizes: bool = False
     is_narrow: bool = False
+    has_records: bool = False
 
 
 def sizes_of(experts: ExpertWeights, ids: Tensor) -> Sizes:
@@ -135,7 +137,7 @@ def _quantized(
     is_narrow = may_quantize and not quantizes and up.swap and down.swap
     if is_narrow:
         up, down = (_narrow(config, depth, is_fp4) for config, depth in ((up, sizes.hidden), (down, sizes.inner)))
-    kinds = (is_large, True, reads_e4m3, quantizes, is_narrow)
+    kinds = (is_large, True, reads_e4m3, quantizes, is_narrow, is_narrow and is_fp4)
     return Choice(is_sorted, up, down, float32_precision(dtype), split, *kinds)
 
 

@@ -121,7 +121,7 @@ def rows_by_tile(sizes: Sizes, choice: Choice, rows: Tensor, matrix: Matrix, til
         return mlp_large.rows_by_tile(
             sizes, choice, rows, matrix.weight, matrix.bias, matrix.is_transposed, tiles, slots
         )
-    config, depth, width = choice.down, rows.shape[1], slots.shape[1]
+    config, depth, width = choice.down, sizes.inner if choice.has_records else rows.shape[1], slots.shape[1]
     constants = {
         **block_constants(config, depth, width, choice.precision),
         **matrix.constants(),

@@ -18,14 +18,13 @@ import triton.language as tl
 from routed_experts.kernels.decode import (
     block_of,
     load_scale,
-    power_of_two,
     scale_of_columns,
     to_e4m3,
     unfold_e2m1,
-    unfold_e2m1_scaled,
     widen_e2m1,
     widen_e4m3,
 )
+from routed_experts.kernels.packed import RECORD, recorded_product
 from routed_experts.kernels.product import IS_INTERPRETED, product
 
 # fmt: off
@@ -178,79 +177,6 @@ def packed_product(
 
 
 @triton.jit
-def _largest_scale(place_N, valid_N, D: tl.constexpr):
-    """The largest of each column's scales along D, as they are stored: bytes that are contiguous, four a word."""
-    WORDS: tl.constexpr = D // 128
-    STEP: tl.constexpr = 16
-    word = tl.arange(0, STEP)
-    top_N = tl.zeros(place_N.shape, dtype=tl.int32)
-    for start in range(0, WORDS, STEP):
-        mask = valid_N[:, None] & (word < WORDS - start)[None, :]
-        four = tl.load(place_N.to(tl.pointer_type(tl.int32))[:, None] + (start + word)[None, :], mask=mask, other=0)
-        largest = tl.maximum(four & 0xFF, (four >> 8) & 0xFF)
-        largest = tl.maximum(largest, tl.maximum((four >> 16) & 0xFF, (four >> 24) & 0xFF))
-        top_N = tl.maximum(top_N, tl.max(largest, axis=1))
-    return top_N
-
-
-@triton.jit
-def _repeated(row, TIMES: tl.constexpr):
-    """Rows (M, D), TIMES over: tensor cores want sixteen."""
-    if TIMES > 1:
-        M: tl.constexpr = row.shape[0]
-        D: tl.constexpr = row.shape[1]
-        row = tl.reshape(tl.broadcast_to(row[None, :, :], (TIMES, M, D)), (TIMES * M, D))
-    return row
-
-
-@triton.jit
-def packed_narrow_product(
-    rows_M, mask_M, weight, scale, column_N, begin, end,
-    D: tl.constexpr, N: tl.constexpr, ROW_D: tl.constexpr, W_N: tl.constexpr,
-    S_N: tl.constexpr, Q_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    EVEN: tl.constexpr,
-):
-    """As ``packed_product``, swapped, of E4M3 rows and numbers: how far a column's scale in each group of 32 is below
-    its largest becomes part of the numbers. D is whole steps; codes and scales along D are contiguous and aligned.
-    """
-    HALF: tl.constexpr = BLOCK_D // 2
-    GROUPS: tl.constexpr = BLOCK_D // 32
-    TIMES: tl.constexpr = 16 // BLOCK_M if BLOCK_M < 16 else 1
-    # All scales of a step and a column are one word.
-    WORD: tl.constexpr = tl.uint64 if GROUPS == 8 else tl.uint32
-    d, byte = tl.arange(0, BLOCK_D), tl.arange(0, HALF)
-    row_ptr = rows_M[:, None] + (begin.to(tl.int64) + d)[None, :] * ROW_D
-    weight_ptr = weight + column_N[:, None].to(tl.int64) * W_N + (begin.to(tl.int64) // 2 + byte)[None, :]
-    valid_N = column_N < N
-    place_N = scale_of_columns(scale, column_N, N, S_N, Q_N)
-    top_N = _largest_scale(place_N, valid_N, D)
-    place_N += begin // 32
-    shift = (8 * tl.arange(0, GROUPS)).to(WORD)
-    acc = tl.zeros((BLOCK_N, TIMES * BLOCK_M), dtype=tl.float32)
-    for _start in range(begin, end, BLOCK_D):
-        row = tl.load(row_ptr, mask=mask_M[:, None], other=0.0)
-        word = tl.load(place_N.to(tl.pointer_type(WORD)), mask=valid_N, other=0)
-        if EVEN:
-            tile = tl.load(weight_ptr)
-        else:
-            tile = tl.load(weight_ptr, mask=valid_N[:, None] & (byte >= 0)[None, :], other=0)
-        row, row_scale = to_e4m3(row.to(tl.float32), BLOCK_D)
-        even, odd = tl.split(tl.reshape(row, (BLOCK_M, HALF, 2)))
-        exponent = ((word[:, None] >> shift[None, :]) & 0xFF).to(tl.int32)
-        low, high = unfold_e2m1_scaled(tile, exponent, top_N)
-        part = _dot(_repeated(even, TIMES), low, tl.zeros_like(acc), True, "ieee")
-        part = _dot(_repeated(odd, TIMES), high, part, True, "ieee")
-        acc += part * tl.trans(_repeated(row_scale, TIMES))
-        row_ptr += BLOCK_D * ROW_D
-        weight_ptr += HALF
-        place_N += GROUPS
-    acc *= (power_of_two(top_N) * 2.0**-6)[:, None]
-    if TIMES > 1:
-        acc = tl.max(tl.reshape(acc, (BLOCK_N, TIMES, BLOCK_M)), axis=1)
-    return tl.trans(acc)
-
-
-@triton.jit
 def any_product(
     rows_M, mask_M, weight, scale, column_N, begin, end,
     D: tl.constexpr, N: tl.constexpr, ROW_D: tl.constexpr, W_N: tl.constexpr, W_D: tl.constexpr,
@@ -263,8 +189,8 @@ def any_product(
         acc = product(rows_M, mask_M, weight, column_N, begin, end, D, N, ROW_D, W_N, W_D,
                       BLOCK_M, BLOCK_N, BLOCK_D, EVEN, SWAP, PRECISION)
     elif FORMAT == "e2m1" and NARROW:
-        acc = packed_narrow_product(rows_M, mask_M, weight, scale, column_N, begin, end, D, N, ROW_D, W_N,
-                                    S_N, Q_N, BLOCK_M, BLOCK_N, BLOCK_D, EVEN)
+        acc = recorded_product(rows_M, mask_M, weight, scale, column_N, begin, end,
+                               N, W_N, S_N, Q_N, BLOCK_M, BLOCK_N, BLOCK_D, EVEN)
     elif FORMAT == "e2m1":
         acc = packed_product(rows_M, mask_M, weight, scale, column_N, begin, end, D, N, ROW_D, W_N, W_D,
                              S_N, S_D, Q_N, Q_D, BLOCK_M, BLOCK_N, BLOCK_D, EVEN, SWAP, PRECISION)
@@ -272,6 +198,14 @@ def any_product(
         acc = stored_product(rows_M, mask_M, weight, scale, column_N, begin, end, D, N, ROW_D, W_N, W_D,
                              FORMAT, S_N, S_D, Q_N, Q_D, BLOCK_M, BLOCK_N, BLOCK_D, EVEN, SWAP, NARROW, PRECISION)
     return acc
+
+
+@triton.jit
+def length_of_rows(D: tl.constexpr, FORMAT: tl.constexpr, NARROW: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Elements of a row of D numbers in memory."""
+    RECORDED: tl.constexpr = FORMAT == "e2m1" and NARROW
+    LENGTH: tl.constexpr = D // BLOCK_D * (BLOCK_D + RECORD) if RECORDED else D
+    return LENGTH
 
 
 @triton.jit

@@ -41,6 +41,8 @@ prmt.b32 $3, upper, lower, 0x3715;
 }
 """)
 
+# How far below the largest of the powers of two that become part of E4M3 numbers is one that counts as no smaller.
+LEAST = tl.constexpr(12)
 # Eight codes in four bytes, low nibble first, to four E4M3 numbers of the low nibbles and four of the high ones. The
 # two words of a table hold the magnitudes of the eight codes without sign: a permutation of bytes looks four codes up
 # at a time. All four bytes have the same table, which are operands 3 and 7.
@@ -104,18 +106,15 @@ def unfold_e2m1(tile, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def unfold_e2m1_scaled(tile, exponent, top_N):
+def unfold_e2m1_scaled(tile, exponent, least):
     """The numbers in the low and in the high half of bytes (N, BYTES) as E4M3, times powers of two.
 
-    ``exponent`` (N, GROUPS) is of each group of bytes, at most ``top_N``: that makes 384 of a 6. Eleven less is still
-    exact. From there on what is smaller counts as twelve less, where a half is lost: an error of under 2**-9 of what
-    the scale at ``top_N`` is.
+    ``exponent`` (N, GROUPS) is of each group of bytes: LEAST more than ``least``, which is the most it can be, makes
+    384 of a 6. One more than ``least`` is still exact; of ``least`` itself a half is lost.
     """
     N: tl.constexpr = tile.shape[0]
     BYTES: tl.constexpr = tile.shape[1]
     GROUPS: tl.constexpr = exponent.shape[1]
-    least = (top_N - 12)[:, None]
-    exponent = tl.maximum(exponent, least)
     if IS_INTERPRETED:
         wide = tl.reshape(tl.broadcast_to((exponent - least)[:, :, None], (N, GROUPS, BYTES // GROUPS)), (N, BYTES))
         factor = ((wide - 6 + 127).to(tl.uint32) << 23).to(tl.float32, bitcast=True)

@@ -144,7 +144,9 @@ def _quantized(
 def _narrow(config: Config, depth: int, is_fp4: bool) -> Config:
     """With steps that no scale of E4M3 weights ends in, or that divide the depth of a product of packed codes."""
     if is_fp4:
-        return config._replace(depth=next(step for step in (256, 128) if depth % step == 0))
+        return config._replace(
+            depth=next(step for step in (256, 128) if step <= max(config.depth, 128) and depth % step == 0)
+        )
     return config._replace(depth=min(config.depth, quantized_configs.ROW_GROUP))
 
 

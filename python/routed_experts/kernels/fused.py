@@ -171,7 +171,9 @@ def _records_of(choice: Choice, sizes: Sizes) -> list[Piece]:
         return []
     bytes_of = packed.record_bytes
     tokens = (sizes.tokens, bytes_of(sizes.hidden, choice.up.depth))
-    return [Piece(shape, torch.float8_e4m3fn) for shape in (tokens, (sizes.pairs, bytes_of(sizes.inner, choice.down.depth)))]
+    return [
+        Piece(shape, torch.float8_e4m3fn) for shape in (tokens, (sizes.pairs, bytes_of(sizes.inner, choice.down.depth)))
+    ]
 
 
 def launches_of(

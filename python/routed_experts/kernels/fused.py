@@ -17,7 +17,7 @@ from torch import Tensor
 
 from routed_experts import _core
 from routed_experts.errors import BackendUnavailable
-from routed_experts.kernels import e4m3_mlp, mlp, packed
+from routed_experts.kernels import e4m3_mlp, mlp, records
 from routed_experts.kernels.choice import Choice, Device, Sizes, choose, float32_precision, sizes_of, smaller_choices
 from routed_experts.kernels.constants import settle
 from routed_experts.kernels.launch import Launch, device_of, launch, plan, raw_stream
@@ -157,23 +157,13 @@ def pieces_of(choice: Choice, sizes: Sizes, dtype: torch.dtype) -> list[Piece]:
     if choice.quantizes:
         return e4m3_mlp.pieces_of(choice, sizes, dtype)
     units, rows = Piece((sizes.pairs, sizes.inner), dtype), (choice.split * sizes.pairs, sizes.hidden)
-    records = _records_of(choice, sizes)
+    extra = records.pieces_of(choice, sizes)
     if not choice.is_sorted:
         counters = Piece((mlp.counters_of(choice, sizes.hidden),), torch.int32)
-        return [units, Piece(rows, torch.float32), counters, *records]
+        return [units, Piece(rows, torch.float32), counters, *extra]
     lists = sum(tile_sizes(sizes.pairs, sizes.experts, choice.up.rows))
     chunks = scratch_size(sizes.pairs, sizes.experts)
-    return [units, Piece(rows, dtype), Piece((lists,), torch.int32), Piece((chunks,), torch.int32), *records]
-
-
-def _records_of(choice: Choice, sizes: Sizes) -> list[Piece]:
-    if not choice.has_records:
-        return []
-    bytes_of = packed.record_bytes
-    tokens = (sizes.tokens, bytes_of(sizes.hidden, choice.up.depth))
-    return [
-        Piece(shape, torch.float8_e4m3fn) for shape in (tokens, (sizes.pairs, bytes_of(sizes.inner, choice.down.depth)))
-    ]
+    return [units, Piece(rows, dtype), Piece((lists,), torch.int32), Piece((chunks,), torch.int32), *extra]
 
 
 def launches_of(
@@ -183,19 +173,19 @@ def launches_of(
     if choice.quantizes:
         yield from e4m3_mlp.launches_of(experts, choice, x, ids, weights, made, out)
         return
-    rest, records = (made[:-2], made[-2:]) if choice.has_records else (made, [])
+    rest, recorded = (made[:-2], made[-2:]) if choice.has_records else (made, [])
     a, slots = rest[:2]
-    rows, units = records or (x, a)
-    if records:
-        yield packed.record(x, rows, choice.up.depth)
+    rows, units = recorded or (x, a)
+    if recorded:
+        yield records.record(x, rows, choice.up.depth)
     if choice.is_sorted:
         tiles, chunks = rest[2:]
         yield from launches(ids, tiles, chunks, experts.num_experts, choice.up.rows, tiles=True)
     else:
         tiles = rest[2]
     yield mlp.up(experts, choice, rows, ids, tiles, a)
-    if records:
-        yield packed.record(a, units, choice.down.depth)
+    if recorded:
+        yield records.record(a, units, choice.down.depth)
     if choice.is_sorted:
         yield mlp.down_by_tile(experts, choice, units, ids, tiles, slots)
         yield mlp.weigh(slots, ids, weights, out, experts.num_experts)

@@ -11,11 +11,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from routed_experts.kernels.constants import row_stride
 from routed_experts.kernels.decode import LEAST, power_of_two, scale_of_columns, to_e4m3, unfold_e2m1_scaled
-from routed_experts.kernels.launch import Launch
 from routed_experts.kernels.product import IS_INTERPRETED
 
 # fmt: off
@@ -23,7 +20,6 @@ from routed_experts.kernels.product import IS_INTERPRETED
 
 # Bytes of a record beside its numbers: what follows stays aligned to vectors.
 RECORD = tl.constexpr(16)
-_ROWS = 4
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -140,15 +136,3 @@ def recorded_product(
         acc = _sum_of_steps(rows_M, mask_M, weight, place_N, column_N, top, begin, end,
                             N, W_N, BLOCK_M, BLOCK_N, BLOCK_D, EVEN, False)
     return tl.trans(acc * 2.0**-6)
-
-
-def record_bytes(width: int, depth: int) -> int:
-    """Bytes of a row of so many numbers, in records of ``depth``."""
-    return width // depth * (depth + int(RECORD.value))
-
-
-def record(x: Tensor, out: Tensor, depth: int) -> Launch:
-    """Rows (T, N) to records (T, :func:`record_bytes`) of so many numbers, in E4M3 memory."""
-    rows, width = x.shape
-    constants = {"WIDTH": width, "X_T": row_stride(x), "BLOCK_M": _ROWS, "BLOCK_D": depth}
-    return Launch(record_rows, (triton.cdiv(rows, _ROWS), width // depth, 1), (x, out, rows), constants)

@@ -179,8 +179,11 @@ def _is_aligned(stack: Tensor, size: int) -> bool:
 
 def smaller_choices(choice: Choice) -> Iterator[Choice]:
     """The choice and ever smaller tiles, should a device have less room than the table assumes."""
-    smaller = quantized_configs.smaller if choice.is_quantized else smaller_ones
-    ups, downs = list(smaller(choice.up)), list(smaller(choice.down))
+    least = quantized_configs.ROW_GROUP if choice.has_records else quantized_configs.LEAST_DEPTH
+    ups, downs = (
+        [one for one in smaller_ones(config) if not choice.is_quantized or one.depth >= least]
+        for config in (choice.up, choice.down)
+    )
     for step in range(max(len(ups), len(downs))):
         yield choice._replace(up=ups[min(step, len(ups) - 1)], down=downs[min(step, len(downs) - 1)])
 

@@ -12,7 +12,7 @@ from routed_experts.kernels.configs import Config, Regime, Table, smaller_ones
 # Elements of a row that share a scale where rows are quantized.
 ROW_GROUP = 128
 # A product of E4M3 numbers is at least so deep, and one of packed codes has two of half the depth.
-_LEAST_DEPTH = 32
+LEAST_DEPTH = 32
 _ALL = float("inf")
 
 _HOPPER_E4M3 = Table(
@@ -86,7 +86,7 @@ def fit(config: Config, widths: int, row_bytes: int, is_fp4: bool, shared_limit:
 
 def smaller(config: Config) -> Iterator[Config]:
     """The configuration and ever smaller ones that are deep enough."""
-    return (one for one in smaller_ones(config) if one.depth >= _LEAST_DEPTH)
+    return (one for one in smaller_ones(config) if one.depth >= LEAST_DEPTH)
 
 
 def _shared(config: Config, widths: int, row_bytes: int, is_fp4: bool) -> int:

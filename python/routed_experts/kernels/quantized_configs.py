@@ -28,8 +28,7 @@ _HOPPER_E2M1 = Table(
     (
         Regime(8, Config(16, 32, 256, 4, 4, True), Config(16, 64, 256, 4, 4, True)),
         Regime(32, Config(32, 32, 256, 4, 4, True), Config(32, 64, 256, 4, 4, True)),
-        Regime(128, Config(64, 64, 256, 8, 3, True), Config(64, 128, 256, 8, 3, True)),
-        Regime(_ALL, Config(128, 64, 128, 8, 4, True), Config(128, 128, 128, 8, 4, True)),
+        Regime(_ALL, Config(64, 64, 128, 4, 4, True), Config(64, 128, 128, 4, 4, True)),
     ),
 )
 _HOPPER_ROWS = Table(

@@ -100,5 +100,5 @@ def _shared(config: Config, widths: int, row_bytes: int, is_fp4: bool) -> int:
     """Bytes of the pipeline's tiles beside one of unfolded weights."""
     columns = widths * config.columns
     stage = config.rows * config.depth * row_bytes + columns * config.depth // (1 + is_fp4)
-    unfolded = (columns + config.rows) * config.depth * row_bytes
+    unfolded = columns * config.depth * row_bytes
     return max(config.stages * stage + unfolded, config.rows * columns * 4)

@@ -7,7 +7,7 @@ the summed dimension D one scale covers (Q_D):
 * less than a step: to the numbers themselves, in the rows' dtype. Powers of two are exact there.
 
 Where NARROW, E4M3 weights stay what they are and every step of the rows is quantized instead: so few rows are less work
-than so many weights, which then pass from memory to the tensor cores untouched.
+than so many weights, which then pass from memory to the tensor cores untouched. For E2M1 weights see kernels/packed.py.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from triton.compiler import ASTSource
 import routed_experts as rx
 from routed_experts.kernels import fused
 from routed_experts.kernels.choice import Device, choose, sizes_of
+from routed_experts.kernels.launch import options_of
 from routed_experts.kernels.memory import cut, places
 
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}
@@ -42,8 +43,7 @@ def compile_launch(one, capability):
         if isinstance(argument, torch.Tensor):
             aligned[(position,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=one.kernel, signature=signature, constexprs=constants, attrs=aligned)
-    options = {"num_warps": one.num_warps, "num_stages": one.num_stages}
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options_of(one))
 
 
 def launches(capability, dtype, tokens, slots, experts, hidden, inner):

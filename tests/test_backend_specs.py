@@ -224,7 +224,7 @@ def test_deepgemm_refuses_other_blocks_and_biases_of_quantized_experts():
 def test_e4m3_is_converted_by_the_device_from_sm89_on(capability, reads_e4m3):  # B41
     """Below, `fused` runs too, and its kernels take the bytes apart themselves."""
     experts = make_experts(quantization=quantized("fp8_block", torch.float32))
-    assert ask(specs_of("fused"), machine(capability), "fused", experts)["path"] == "triton"
+    assert ask(specs_of("fused"), machine(capability), "fused", experts)["path"] == "triton_fp8"
     choice = pytest.importorskip("routed_experts.kernels.choice", reason="Triton is not installed")
     weights = rx.quantize_experts(
         rx.ExpertWeights(gate_up_proj=torch.ones(2, 256, 128), down_proj=torch.ones(2, 128, 128)), "fp8_block"

@@ -44,7 +44,7 @@ def test_kernels_of_gradients_compile_and_fit(capability, tmp_path):
     wanted = {"units_gradient", "expert_ranges", "weight_gradient", "bias_gradient", "routing_gradient"}
     wanted |= {"weigh_gradient", "up_by_tile", "down_by_tile", "weigh"}
     if capability >= 90:
-        wanted |= {"up_large", "down_large", "units_gradient_large"}
+        wanted |= {"up_large", "down_large", "gather_rows", "rows_through_gate", "weight_gradient_large"}
     assert wanted <= compiled("compile_gradients.py", capability, tmp_path)
 
 

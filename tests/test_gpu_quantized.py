@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from oracle import relative_error
 from quantized_stacks import Stored, build, routing
 
 import routed_experts as rx
@@ -42,6 +41,12 @@ def reference(x, ids, scale, weights):
     return out
 
 
+def distance(got, wanted):
+    """Norm of the difference over the norm: what quantized rows are allowed 5e-2 of."""
+    assert not got.isnan().any()
+    return ((got.double() - wanted.double()).norm() / wanted.double().norm()).item()
+
+
 def on_device(weights):
     tensors = {name: None if t is None else t.cuda() for name, t in weights._tensors.items()}
     return rx.ExpertWeights(
@@ -63,7 +68,7 @@ def case(stored, tokens, dtype=torch.bfloat16, **flags):
 def test_numbers(stored, tokens, dtype):
     weights, call = case(stored, tokens, dtype)
     out = rx.run_experts(*call, weights, backend="fused")
-    assert relative_error(out, reference(*call, weights)) < 5e-2
+    assert distance(out, reference(*call, weights)) < 5e-2
 
 
 @pytest.mark.parametrize("tokens", [3, 200])
@@ -73,7 +78,7 @@ def test_numbers(stored, tokens, dtype):
 def test_layouts(stored, is_concatenated, is_transposed, tokens):
     weights, call = case(stored, tokens, is_concatenated=is_concatenated, is_transposed=is_transposed)
     out = rx.run_experts(*call, weights, backend="fused")
-    assert relative_error(out, reference(*call, weights)) < 5e-2
+    assert distance(out, reference(*call, weights)) < 5e-2
 
 
 @pytest.mark.parametrize("backend", ["fused", "grouped_mm", "batched_mm"])
@@ -81,7 +86,7 @@ def test_layouts(stored, is_concatenated, is_transposed, tokens):
 def test_backends_in_float32(stored, backend):
     weights, call = case(stored, 30, torch.float32)
     out = rx.run_experts(*call, weights, backend=backend)
-    assert relative_error(out, reference(*call, weights)) < 1e-5
+    assert distance(out, reference(*call, weights)) < 1e-5
 
 
 @pytest.mark.parametrize("tokens", [2, 60, 3000])
@@ -113,4 +118,4 @@ def test_gradients(stored):
     wanted = [t.double().requires_grad_() for t in (x, scale)]
     reference(wanted[0], ids, wanted[1], weights).sum().backward()
     for found, expected in zip(ours, wanted, strict=True):
-        assert relative_error(found.grad, expected.grad) < 1e-5
+        assert distance(found.grad, expected.grad) < 1e-5

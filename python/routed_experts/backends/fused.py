@@ -80,13 +80,13 @@ def _in_steps(experts: ExpertWeights, x_TH: Tensor, index_TK: Tensor, weights_TK
     return differentiable("weigh", experts, slots_SH, index_TK, weights_TK)
 
 
-def _on_cuda() -> Spec:
+def _on_cuda(path: str, flops_per_us: float, *requires: Requirement) -> Spec:
     return Spec(
         name="fused",
-        path="triton",
+        path=path,
         devices=("cuda",),
-        requires=(*_ANYWHERE, *OWN_KERNELS),
-        cost={"cuda": Cost(call_us=20, captured_us=8, bytes_per_us=4.1e6, flops_per_us=6.2e8)},
+        requires=(*_ANYWHERE, *requires, *OWN_KERNELS),
+        cost={"cuda": Cost(call_us=20, captured_us=8, bytes_per_us=4.1e6, flops_per_us=flops_per_us)},
     )
 
 
@@ -97,7 +97,10 @@ def _on_cpu(path: str, bytes_per_us: float, flops_per_us: float, *requires: Requ
 
 BACKEND = Backend(
     rows=(
-        (_on_cuda(), run),
+        (_on_cuda("triton", 6.2e8, {"kind": "unquantized"}), run),
+        (_on_cuda("triton_fp8", 5.1e8, {"kind": "quantization", "any_of": list(_FP8)}), run),
+        # Many rows of FP4 are multiplied as bfloat16.
+        (_on_cuda("triton_fp4", 3.2e8, {"kind": "quantization", "any_of": ["mxfp4"]}), run),
         # Measured on two cores: dot products along columns keep up with torch's GEMM at any number of rows; sums over
         # the rows of transposed weights do to about 20 rows an expert.
         (_on_cpu("rust", 50e3, 2e5, {"kind": "unquantized"}, {"kind": "not_transposed"}), fused_cpu.run),

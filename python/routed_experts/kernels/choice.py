@@ -12,6 +12,7 @@ from routed_experts.kernels import configs, quantized_configs
 from routed_experts.kernels.configs import Config, smaller_ones
 from routed_experts.kernels.descriptors import can_describe
 from routed_experts.kernels.layout import tile_sizes
+from routed_experts.quantization.stacks import stack_of
 from routed_experts.weights import ExpertWeights
 
 # From this many operations on, some 50 us of a large GPU, descriptors are worth what they cost the host.
@@ -52,7 +53,8 @@ class Choice(NamedTuple):
     ``split`` is into how many parts the second product's depth is cut where there are few programs; ``is_large``
     says that operands come through tensor descriptors; ``is_quantized`` is of the weights, ``reads_e4m3`` that the
     device converts such numbers itself.
-    ``quantizes`` is that rows are multiplied as E4M3 too, ``is_narrow`` that they are quantized where they are read.
+    ``quantizes`` is that rows are multiplied as E4M3 too, ``is_narrow`` that they are quantized where they are read;
+    or, if ``has_records`` too, before that: see kernels/packed.py.
     """
 
     is_sorted: bool
@@ -65,6 +67,7 @@ class Choice(NamedTuple):
     reads_e4m3: bool = True
     quantizes: bool = False
     is_narrow: bool = False
+    has_records: bool = False
 
 
 def sizes_of(experts: ExpertWeights, ids: Tensor) -> Sizes:
@@ -122,7 +125,7 @@ def _quantized(
     reads_e4m3 = device.capability >= _E4M3_SINCE
     mean = sizes.pairs / sizes.experts if is_sorted else 0.0
     may_quantize = may_quantize and dtype.itemsize == 2 and reads_e4m3 and _groups_fit(experts)
-    quantizes = may_quantize and is_sorted and mean >= _MEAN_ROWS_QUANTIZED
+    quantizes = may_quantize and not is_fp4 and is_sorted and mean >= _MEAN_ROWS_QUANTIZED
     table = quantized_configs.table(device.capability, is_fp4=is_fp4, quantizes=quantizes)
     up, down = quantized_configs.products(table, mean, sizes.tokens)
     widths = 1 + experts.has_gate
@@ -132,24 +135,55 @@ def _quantized(
     is_large = quantizes and device.capability >= (9, 0) and _flops(sizes) >= _LARGE_FLOPS and can_describe(experts)
     # Tensor cores take E4M3 as it is stored only as an operand of 64 rows (Hopper).
     is_narrow = may_quantize and not quantizes and up.swap and down.swap
-    kinds = (is_large, True, reads_e4m3, quantizes, is_narrow)
+    if is_narrow:
+        up, down = (_narrow(config, depth, is_fp4) for config, depth in ((up, sizes.hidden), (down, sizes.inner)))
+    kinds = (is_large, True, reads_e4m3, quantizes, is_narrow, is_narrow and is_fp4)
     return Choice(is_sorted, up, down, float32_precision(dtype), split, *kinds)
 
 
+def _narrow(config: Config, depth: int, is_fp4: bool) -> Config:
+    """With steps that no scale of E4M3 weights ends in, or that divide the depth of a product of packed codes."""
+    if is_fp4:
+        return config._replace(
+            depth=next(step for step in (256, 128) if step <= max(config.depth, 128) and depth % step == 0)
+        )
+    return config._replace(depth=min(config.depth, quantized_configs.ROW_GROUP))
+
+
 def _groups_fit(experts: ExpertWeights) -> bool:
-    """Whether E4M3 weights have scales that cover whole steps of their product."""
+    """Whether weights have scales that cover whole steps of their product in E4M3, or can be part of the numbers."""
     quantization = experts.quantization
-    if quantization is None or quantization.is_fp4 or experts.is_transposed:
+    if quantization is None or experts.is_transposed or quantization.activation_scheme != "dynamic":
         return False
-    if quantization.activation_scheme != "dynamic":
-        return False
+    if quantization.is_fp4:
+        return _words_fit(experts)
     return quantization.block is None or quantization.block[1] % quantized_configs.ROW_GROUP == 0
+
+
+def _words_fit(experts: ExpertWeights) -> bool:
+    """Whether packed codes can be read 16 bytes, and their scales as powers of two 8 or 4 bytes, at a time."""
+    return all(
+        stack.scale.dtype != torch.float32
+        and not stack.interleaved
+        and stack.shape[2] % quantized_configs.ROW_GROUP == 0
+        and _is_aligned(stack.weight, 16)
+        and _is_aligned(stack.scale, 8 if stack.shape[2] % 256 == 0 else 4)
+        for stack in (stack_of(experts, True), stack_of(experts, False))
+    )
+
+
+def _is_aligned(stack: Tensor, size: int) -> bool:
+    """Whether all rows are contiguous and begin at a multiple of so many bytes."""
+    return stack.stride(-1) == 1 and all(step % size == 0 for step in (stack.data_ptr(), *stack.stride()[:-1]))
 
 
 def smaller_choices(choice: Choice) -> Iterator[Choice]:
     """The choice and ever smaller tiles, should a device have less room than the table assumes."""
-    smaller = quantized_configs.smaller if choice.is_quantized else smaller_ones
-    ups, downs = list(smaller(choice.up)), list(smaller(choice.down))
+    least = quantized_configs.ROW_GROUP if choice.has_records else quantized_configs.LEAST_DEPTH
+    ups, downs = (
+        [one for one in smaller_ones(config) if not choice.is_quantized or one.depth >= least]
+        for config in (choice.up, choice.down)
+    )
     for step in range(max(len(ups), len(downs))):
         yield choice._replace(up=ups[min(step, len(ups) - 1)], down=downs[min(step, len(downs) - 1)])
 

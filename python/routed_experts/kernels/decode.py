@@ -41,6 +41,26 @@ prmt.b32 $3, upper, lower, 0x3715;
 }
 """)
 
+# How far below the largest of the powers of two that become part of E4M3 numbers is one that counts as no smaller.
+LEAST = tl.constexpr(12)
+# Eight codes in four bytes, low nibble first, to four E4M3 numbers of the low nibbles and four of the high ones. The
+# two words of a table hold the magnitudes of the eight codes without sign: a permutation of bytes looks four codes up
+# at a time. All four bytes have the same table, which are operands 3 and 7.
+_E2M1_TO_E4M3 = tl.constexpr("""
+{
+.reg .b32 code, first, second, low, high;
+and.b32 code, $2, 0x77777777;
+prmt.b32 first, $3, $7, code;
+shr.u32 code, code, 16;
+prmt.b32 second, $3, $7, code;
+prmt.b32 low, first, second, 0x6420;
+prmt.b32 high, first, second, 0x7531;
+shl.b32 code, $2, 4;
+lop3.b32 $0, code, 0x80808080, low, 0xEA;
+lop3.b32 $1, $2, 0x80808080, high, 0xEA;
+}
+""")
+
 
 @triton.jit
 def widen_e4m3(tile, DTYPE: tl.constexpr):
@@ -86,11 +106,45 @@ def unfold_e2m1(tile, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def unfold_e2m1_scaled(tile, exponent, least):
+    """The numbers in the low and in the high half of bytes (N, BYTES) as E4M3, times powers of two.
+
+    ``exponent`` (N, GROUPS) is of each group of bytes: LEAST more than ``least``, which is the most it can be, makes
+    384 of a 6. One more than ``least`` is still exact; of ``least`` itself a half is lost.
+    """
+    N: tl.constexpr = tile.shape[0]
+    BYTES: tl.constexpr = tile.shape[1]
+    GROUPS: tl.constexpr = exponent.shape[1]
+    if IS_INTERPRETED:
+        wide = tl.reshape(tl.broadcast_to((exponent - least)[:, :, None], (N, GROUPS, BYTES // GROUPS)), (N, BYTES))
+        factor = ((wide - 6 + 127).to(tl.uint32) << 23).to(tl.float32, bitcast=True)
+        low, high = widen_e2m1(tile & 0xF, tl.float32) * factor, widen_e2m1(tile >> 4, tl.float32) * factor
+        low = tl.where(tl.abs(low) < 2.0**-6, 0.0, low).to(tl.float8e4nv)
+        high = tl.where(tl.abs(high) < 2.0**-6, 0.0, high).to(tl.float8e4nv)
+    else:
+        # The tables for the least exponent; each step above it adds one to the exponents of all but zero.
+        first = exponent * 0x08080800 + (0x0C080000 - least * 0x08080800)
+        second = exponent * 0x08080808 + (0x1C181410 - least * 0x08080808)
+        first = tl.reshape(tl.broadcast_to(first[:, :, None], (N, GROUPS, BYTES // GROUPS)), (N, BYTES))
+        second = tl.reshape(tl.broadcast_to(second[:, :, None], (N, GROUPS, BYTES // GROUPS)), (N, BYTES))
+        low, high = tl.inline_asm_elementwise(
+            _E2M1_TO_E4M3, "=r,=r,r,r,r,r,r,r,r,r,r", [tile, first, second],
+            dtype=(tl.float8e4nv, tl.float8e4nv), is_pure=True, pack=4,
+        )
+    return low, high
+
+
+@triton.jit
+def power_of_two(bits):
+    """Bytes b, in int32, that stand for 2**(b - 127) in float32; infinity for 255, which is no number."""
+    return tl.where(bits == 0, 0x400000, bits << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def load_scale(place, mask):
     """Scales in float32: stored so, or as bytes b that stand for 2**(b - 127); 1 where the mask is off."""
     if place.dtype.element_ty == tl.uint8:
-        bits = tl.load(place, mask=mask, other=127).to(tl.uint32)
-        scale = tl.where(bits == 0, 0x400000, bits << 23).to(tl.uint32).to(tl.float32, bitcast=True)
+        scale = power_of_two(tl.load(place, mask=mask, other=127).to(tl.int32))
     else:
         scale = tl.load(place, mask=mask, other=1.0).to(tl.float32)
     return scale
@@ -127,10 +181,15 @@ def to_e4m3(tile, GROUP: tl.constexpr):
     M: tl.constexpr = tile.shape[0]
     N: tl.constexpr = tile.shape[1]
     groups = tl.reshape(tile, (M, N // GROUP, GROUP))
-    largest = tl.max(tl.abs(groups), axis=2)
-    scale = tl.where(largest > 0, tl.maximum(largest, 1e-30) / 448.0, 1.0)
-    # No quotient is as far above 448, the largest number, as would be rounded to another.
-    groups = groups / scale[:, :, None]
+    size = tl.abs(groups)
+    if IS_INTERPRETED:
+        # NumPy warns of rows that are nothing but NaN, which unused memory may be.
+        size = tl.where(size == size, size, 0.0)
+    largest = tl.max(size, axis=2)
+    largest = tl.where(largest > 0, tl.maximum(largest, 1e-30), 448.0)
+    scale = largest * (1.0 / 448.0)
+    # No product is as far above 448, the largest number, as would be rounded to another.
+    groups = groups * (448.0 / largest)[:, :, None]
     if IS_INTERPRETED:
         groups = _rounded_to_e4m3(groups)
     return tl.reshape(groups, (M, N)).to(tl.float8e4nv), scale

@@ -20,7 +20,7 @@ import triton.language as tl
 
 from routed_experts.kernels.gates import activate, gate_pair
 from routed_experts.kernels.product import load_bias
-from routed_experts.kernels.quantized_product import any_product
+from routed_experts.kernels.quantized_product import any_product, length_of_rows
 from routed_experts.kernels.rows import pairs_of_ranks, rows_of_pair, rows_of_tile, tile_and_block
 from routed_experts.kernels.units import store_pair, store_rows
 from routed_experts.kernels.weigh import weigh_block
@@ -104,7 +104,8 @@ def _down_tile(
     EVEN: tl.constexpr, SWAP: tl.constexpr, NARROW: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """One tile of the second product over one of SPLIT parts of I, not yet weighted."""
-    rows_M = a + row_M.to(tl.int64) * INNER
+    LENGTH: tl.constexpr = length_of_rows(INNER, FORMAT, NARROW, BLOCK_D)
+    rows_M = a + row_M.to(tl.int64) * LENGTH
     matrix = weight + expert.to(tl.int64) * W_E
     if FORMAT is not None:
         scale += expert.to(tl.int64) * S_E

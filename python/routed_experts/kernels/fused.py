@@ -17,7 +17,7 @@ from torch import Tensor
 
 from routed_experts import _core
 from routed_experts.errors import BackendUnavailable
-from routed_experts.kernels import e4m3_mlp, mlp
+from routed_experts.kernels import e4m3_mlp, mlp, records
 from routed_experts.kernels.choice import Choice, Device, Sizes, choose, float32_precision, sizes_of, smaller_choices
 from routed_experts.kernels.constants import settle
 from routed_experts.kernels.launch import Launch, device_of, launch, plan, raw_stream
@@ -156,13 +156,14 @@ def pieces_of(choice: Choice, sizes: Sizes, dtype: torch.dtype) -> list[Piece]:
     """Scratch memory of a call: the gated units, the slots, and what finds the rows."""
     if choice.quantizes:
         return e4m3_mlp.pieces_of(choice, sizes, dtype)
-    units, rows = (sizes.pairs, sizes.inner), (choice.split * sizes.pairs, sizes.hidden)
+    units, rows = Piece((sizes.pairs, sizes.inner), dtype), (choice.split * sizes.pairs, sizes.hidden)
+    extra = records.pieces_of(choice, sizes)
     if not choice.is_sorted:
         counters = Piece((mlp.counters_of(choice, sizes.hidden),), torch.int32)
-        return [Piece(units, dtype), Piece(rows, torch.float32), counters]
+        return [units, Piece(rows, torch.float32), counters, *extra]
     lists = sum(tile_sizes(sizes.pairs, sizes.experts, choice.up.rows))
     chunks = scratch_size(sizes.pairs, sizes.experts)
-    return [Piece(units, dtype), Piece(rows, dtype), Piece((lists,), torch.int32), Piece((chunks,), torch.int32)]
+    return [units, Piece(rows, dtype), Piece((lists,), torch.int32), Piece((chunks,), torch.int32), *extra]
 
 
 def launches_of(
@@ -172,16 +173,24 @@ def launches_of(
     if choice.quantizes:
         yield from e4m3_mlp.launches_of(experts, choice, x, ids, weights, made, out)
         return
-    if not choice.is_sorted:
-        a, slots, counters = made
-        yield mlp.up(experts, choice, x, ids, counters, a)
-        yield mlp.down_by_pair(experts, choice, a, ids, weights, counters, slots, out)
-        return
-    a, slots, tiles, chunks = made
-    yield from launches(ids, tiles, chunks, experts.num_experts, choice.up.rows, tiles=True)
-    yield mlp.up(experts, choice, x, ids, tiles, a)
-    yield mlp.down_by_tile(experts, choice, a, ids, tiles, slots)
-    yield mlp.weigh(slots, ids, weights, out, experts.num_experts)
+    rest, recorded = (made[:-2], made[-2:]) if choice.has_records else (made, [])
+    a, slots = rest[:2]
+    rows, units = recorded or (x, a)
+    if recorded:
+        yield records.record(x, rows, choice.up.depth)
+    if choice.is_sorted:
+        tiles, chunks = rest[2:]
+        yield from launches(ids, tiles, chunks, experts.num_experts, choice.up.rows, tiles=True)
+    else:
+        tiles = rest[2]
+    yield mlp.up(experts, choice, rows, ids, tiles, a)
+    if recorded:
+        yield records.record(a, units, choice.down.depth)
+    if choice.is_sorted:
+        yield mlp.down_by_tile(experts, choice, units, ids, tiles, slots)
+        yield mlp.weigh(slots, ids, weights, out, experts.num_experts)
+    else:
+        yield mlp.down_by_pair(experts, choice, units, ids, weights, tiles, slots, out)
 
 
 def _keep(

@@ -31,6 +31,7 @@ class Launch(NamedTuple):
     constants: dict[str, Any]
     num_warps: int = 4
     num_stages: int = 3
+    registers: int | None = None
 
 
 def launch(one: Launch) -> Any:
@@ -42,7 +43,13 @@ def launch(one: Launch) -> Any:
     for argument in one.arguments:
         if isinstance(argument, Tensor) and argument.numel() and not argument.data_ptr():
             raise _no_memory(argument)
-    return one.kernel[one.grid](*one.arguments, **one.constants, num_warps=one.num_warps, num_stages=one.num_stages)
+    return one.kernel[one.grid](*one.arguments, **one.constants, **options_of(one))
+
+
+def options_of(one: Launch) -> dict[str, int]:
+    """Triton's options of a launch."""
+    options = {"num_warps": one.num_warps, "num_stages": one.num_stages}
+    return options if one.registers is None else {**options, "maxnreg": one.registers}
 
 
 def _no_memory(tensor: Tensor) -> DtypeError:

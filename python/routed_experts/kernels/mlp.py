@@ -30,6 +30,9 @@ from routed_experts.kernels.matrices import Matrix, down_matrix, up_matrix
 from routed_experts.kernels.weigh import weigh as weigh_kernel
 from routed_experts.weights import ExpertWeights
 
+# Of a thread, for three blocks of 128 on a multiprocessor: the compiler would take more than it needs.
+_REGISTERS_OF_RECORDS = 168
+
 
 def up(
     experts: ExpertWeights,
@@ -68,10 +71,10 @@ def up(
     if choice.is_sorted:
         arguments: tuple[Any, ...] = (x, rows, *matrix[:3], out, raw, sizes.pairs, num_tiles(sizes, config))
         constants["GROUP"] = GROUP
-        return _launch(kernels.up_by_tile, tile_grid(sizes, config, columns), arguments, constants, config)
+        return _launch(kernels.up_by_tile, tile_grid(sizes, config, columns), arguments, constants, config, choice)
     constants.update(id_constants(sizes, ids), BLOCK_S=pair_block(sizes), COUNTERS=rows.numel())
     arguments = (x, ids, *matrix[:3], out, rows, sizes.pairs)
-    return _launch(kernels.up_by_pair, (sizes.pairs, columns, 1), arguments, constants, config)
+    return _launch(kernels.up_by_pair, (sizes.pairs, columns, 1), arguments, constants, config, choice)
 
 
 def down_by_pair(
@@ -104,7 +107,7 @@ def down_by_pair(
     }
     grid = (sizes.pairs, triton.cdiv(sizes.hidden, config.columns), choice.split)
     arguments = (a, ids, weights, *matrix[:3], slots, counters, out, sizes.pairs)
-    return _launch(kernels.down_by_pair, grid, arguments, constants, config)
+    return _launch(kernels.down_by_pair, grid, arguments, constants, config, choice)
 
 
 def down_by_tile(
@@ -121,7 +124,7 @@ def rows_by_tile(sizes: Sizes, choice: Choice, rows: Tensor, matrix: Matrix, til
         return mlp_large.rows_by_tile(
             sizes, choice, rows, matrix.weight, matrix.bias, matrix.is_transposed, tiles, slots
         )
-    config, depth, width = choice.down, rows.shape[1], slots.shape[1]
+    config, depth, width = choice.down, sizes.inner if choice.has_records else rows.shape[1], slots.shape[1]
     constants = {
         **block_constants(config, depth, width, choice.precision),
         **matrix.constants(),
@@ -130,7 +133,7 @@ def rows_by_tile(sizes: Sizes, choice: Choice, rows: Tensor, matrix: Matrix, til
     }
     grid = tile_grid(sizes, config, triton.cdiv(width, config.columns))
     arguments = (rows, tiles, *matrix[:3], slots, sizes.pairs, num_tiles(sizes, config))
-    return _launch(kernels.down_by_tile, grid, arguments, constants, config)
+    return _launch(kernels.down_by_tile, grid, arguments, constants, config, choice)
 
 
 def weigh(slots: Tensor, ids: Tensor, weights: Tensor | None, out: Tensor, num_experts: int) -> Launch:
@@ -151,6 +154,12 @@ def counters_of(choice: Choice, hidden: int) -> int:
 
 
 def _launch(
-    kernel: Any, grid: tuple[int, int, int], arguments: tuple[Any, ...], constants: dict[str, Any], config: Config
+    kernel: Any,
+    grid: tuple[int, int, int],
+    arguments: tuple[Any, ...],
+    constants: dict[str, Any],
+    config: Config,
+    choice: Choice,
 ) -> Launch:
-    return Launch(kernel, grid, arguments, constants, config.warps, config.stages)
+    registers = _REGISTERS_OF_RECORDS if choice.has_records and config.rows <= 32 else None
+    return Launch(kernel, grid, arguments, constants, config.warps, config.stages, registers)

@@ -12,30 +12,35 @@ from routed_experts.kernels.configs import Config, Regime, Table, smaller_ones
 # Elements of a row that share a scale where rows are quantized.
 ROW_GROUP = 128
 # A product of E4M3 numbers is at least so deep, and one of packed codes has two of half the depth.
-_LEAST_DEPTH = 32
+LEAST_DEPTH = 32
 _ALL = float("inf")
+_FEWEST_TOKENS = 2
 
 _HOPPER_E4M3 = Table(
     (Config(16, 32, 128, 4, 4, True), Config(16, 64, 128, 4, 4, True)),
     (
-        Regime(4, Config(16, 64, 128, 4, 3, True), Config(16, 64, 128, 4, 4, True)),
+        Regime(4, Config(16, 64, 128, 4, 3, True), Config(16, 128, 128, 4, 3, True)),
         Regime(16, Config(32, 64, 128, 4, 3, True), Config(32, 128, 128, 4, 3, True)),
         Regime(_ALL, Config(64, 64, 128, 4, 3), Config(64, 128, 128, 4, 3)),
     ),
 )
+# Where columns are not the tensor cores' rows, numbers become bfloat16: many rows have that paid by few columns.
 _HOPPER_E2M1 = Table(
     (Config(16, 32, 256, 4, 4, True), Config(16, 64, 256, 4, 4, True)),
     (
-        Regime(4, Config(16, 64, 256, 4, 3, True), Config(16, 64, 256, 4, 4, True)),
-        Regime(16, Config(32, 64, 128, 4, 3, True), Config(32, 128, 128, 4, 3, True)),
-        Regime(_ALL, Config(128, 64, 64, 8, 4), Config(128, 128, 64, 8, 4)),
+        Regime(8, Config(16, 64, 128, 4, 4, True), Config(16, 128, 128, 4, 4, True)),
+        Regime(32, Config(32, 64, 128, 4, 4, True), Config(32, 128, 128, 4, 4, True)),
+        Regime(64, Config(64, 64, 128, 4, 4, True), Config(64, 128, 128, 4, 4, True)),
+        Regime(128, Config(64, 64, 128, 4, 3), Config(64, 128, 128, 4, 3)),
+        Regime(_ALL, Config(128, 128, 128, 8, 3), Config(128, 128, 64, 8, 5)),
     ),
 )
 _HOPPER_ROWS = Table(
     (Config(64, 64, 128, 4, 3), Config(64, 128, 128, 4, 3)),
     (
         Regime(64, Config(64, 64, 128, 4, 4), Config(64, 128, 64, 4, 5)),
-        Regime(_ALL, Config(128, 64, 128, 8, 4), Config(128, 128, 64, 8, 6)),
+        Regime(128, Config(64, 64, 128, 4, 3), Config(64, 128, 64, 4, 5)),
+        Regime(_ALL, Config(64, 64, 128, 4, 3), Config(64, 128, 128, 4, 4)),
     ),
 )
 # For tensor cores that take their operands from registers.
@@ -66,6 +71,9 @@ def products(table: Table, mean_rows: float, most_rows: int) -> tuple[Config, Co
         regime = next(regime for regime in table.regimes if mean_rows <= regime.mean_rows)
         return regime.up, regime.down
     up, down = table.unsorted
+    if most_rows > _FEWEST_TOKENS:
+        # Enough programs for wide ones.
+        down = table.regimes[0].down
     rows = max(up.rows, min(64, 1 << (most_rows - 1).bit_length()))
     return up._replace(rows=rows), down._replace(rows=rows)
 
@@ -85,12 +93,12 @@ def fit(config: Config, widths: int, row_bytes: int, is_fp4: bool, shared_limit:
 
 def smaller(config: Config) -> Iterator[Config]:
     """The configuration and ever smaller ones that are deep enough."""
-    return (one for one in smaller_ones(config) if one.depth >= _LEAST_DEPTH)
+    return (one for one in smaller_ones(config) if one.depth >= LEAST_DEPTH)
 
 
 def _shared(config: Config, widths: int, row_bytes: int, is_fp4: bool) -> int:
     """Bytes of the pipeline's tiles beside one of unfolded weights."""
     columns = widths * config.columns
     stage = config.rows * config.depth * row_bytes + columns * config.depth // (1 + is_fp4)
-    unfolded = (columns + config.rows) * config.depth * row_bytes
+    unfolded = columns * config.depth * row_bytes
     return max(config.stages * stage + unfolded, config.rows * columns * 4)

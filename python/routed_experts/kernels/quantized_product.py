@@ -7,7 +7,7 @@ the summed dimension D one scale covers (Q_D):
 * less than a step: to the numbers themselves, in the rows' dtype. Powers of two are exact there.
 
 Where NARROW, E4M3 weights stay what they are and every step of the rows is quantized instead: so few rows are less work
-than so many weights, which then pass from memory to the tensor cores untouched.
+than so many weights, which then pass from memory to the tensor cores untouched. For E2M1 weights see kernels/packed.py.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from routed_experts.kernels.decode import (
     widen_e2m1,
     widen_e4m3,
 )
+from routed_experts.kernels.packed import RECORD, recorded_product
 from routed_experts.kernels.product import IS_INTERPRETED, product
 
 # fmt: off
@@ -187,6 +188,9 @@ def any_product(
     if FORMAT is None:
         acc = product(rows_M, mask_M, weight, column_N, begin, end, D, N, ROW_D, W_N, W_D,
                       BLOCK_M, BLOCK_N, BLOCK_D, EVEN, SWAP, PRECISION)
+    elif FORMAT == "e2m1" and NARROW:
+        acc = recorded_product(rows_M, mask_M, weight, scale, column_N, begin, end,
+                               N, W_N, S_N, Q_N, BLOCK_M, BLOCK_N, BLOCK_D, EVEN)
     elif FORMAT == "e2m1":
         acc = packed_product(rows_M, mask_M, weight, scale, column_N, begin, end, D, N, ROW_D, W_N, W_D,
                              S_N, S_D, Q_N, Q_D, BLOCK_M, BLOCK_N, BLOCK_D, EVEN, SWAP, PRECISION)
@@ -194,3 +198,11 @@ def any_product(
         acc = stored_product(rows_M, mask_M, weight, scale, column_N, begin, end, D, N, ROW_D, W_N, W_D,
                              FORMAT, S_N, S_D, Q_N, Q_D, BLOCK_M, BLOCK_N, BLOCK_D, EVEN, SWAP, NARROW, PRECISION)
     return acc
+
+
+@triton.jit
+def length_of_rows(D: tl.constexpr, FORMAT: tl.constexpr, NARROW: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Elements of a row of D numbers in memory."""
+    RECORDED: tl.constexpr = FORMAT == "e2m1" and NARROW
+    LENGTH: tl.constexpr = D // BLOCK_D * (BLOCK_D + RECORD) if RECORDED else D
+    return LENGTH

@@ -48,7 +48,7 @@ impl Level {
     /// Runs a product.
     ///
     /// # Safety
-    /// The contract of [`multiply`], of whose instructions a level of [`available`] is sure.
+    /// The contract of `multiply`, of whose instructions a level of [`available`] is sure.
     pub unsafe fn multiply(&self, terms: Terms, product: &Product<'_>) {
         let function = match terms {
             Terms::Wide(Dtype::F32) => self.wide_f32,

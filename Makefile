@@ -6,11 +6,12 @@ TAG := manylinux_2_28_x86_64
 READY := $(VENV)/.ready
 PYTEST_ARGS ?=
 COMPAT ?= 5.0.0 newest
+TRITON ?= 3.3.1
 PY_PATHS := python tests benches examples scripts
 RUST_SOURCES := Cargo.toml Cargo.lock $(shell find rust -name '*.rs' -o -name Cargo.toml)
 
 .DEFAULT_GOAL := help
-.PHONY: help build quickstart test test-rust test-python test-full valgrind compat lint lint-python lint-rust format stubtest \
+.PHONY: help build quickstart test test-rust test-python test-full valgrind compat compat-triton lint lint-python lint-rust format stubtest \
         licenses wheel check-wheel table bench doc hooks clean
 
 help: ## List the targets
@@ -49,6 +50,12 @@ test-full: $(READY) ## Run the full oracle grid too (minutes)
 
 compat: $(READY) ## Smoke tests beside transformers' oldest and newest 5.x (or COMPAT='VERSION ...')
 	set -e; for version in $(COMPAT); do PYTHON=$(abspath $(PY)) tests/compat/run.sh $$version; done
+
+# Compiled for a GPU that is not here: what only the newest Triton understands is found without one.
+compat-triton: $(READY) ## Compile the kernels by the oldest Triton that is supported (or TRITON=VERSION)
+	test -d .venv-triton/$(TRITON) || $(PY) -m pip install --quiet --no-deps --target .venv-triton/$(TRITON) triton==$(TRITON)
+	set -e; for kernels in kernels gradients quantized; do \
+	    PYTHONPATH=$(abspath .venv-triton/$(TRITON)) $(PY) tests/compile_$$kernels.py 90 >/dev/null; done
 
 lint: lint-python lint-rust licenses table ## Check format, types, clippy, licences and generated tables
 
@@ -100,4 +107,4 @@ hooks: $(READY) ## Install the pre-commit hooks
 	$(PY) -m pre_commit install
 
 clean: ## Remove everything that was built, the environment included
-	rm -rf $(VENV) .venv-compat dist site target python/routed_experts/_core*.so
+	rm -rf $(VENV) .venv-compat .venv-triton dist site target python/routed_experts/_core*.so

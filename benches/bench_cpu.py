@@ -18,7 +18,7 @@ from typing import Any
 import click
 import torch
 import torch.nn.functional as F
-from experts_bench import floor, gate, inputs, report, shapes, timing
+from routed_experts.bench import floor, gate, inputs, report, shapes, timing
 from torch import Tensor
 
 import routed_experts as rx

@@ -260,3 +260,22 @@ def test_card_is_the_line_of_its_device(bench):
     assert found["driver"] == "580.2"
     assert found["clocks.sm"] == "1980 MHz"
     assert bench.report.parse_card("no devices were found\n", "bb") == {}
+
+
+@pytest.mark.parametrize("file", sorted(BENCHES.glob("bench_*.py")), ids=lambda file: file.stem)
+def test_every_benchmark_starts(file):
+    done = subprocess.run([sys.executable, file, "--help"], capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "--help" in done.stdout
+
+
+def test_formats_of_a_layer_take_turns_on_a_cpu(tmp_path):
+    file = tmp_path / "cpu.json"
+    options = ["--shape", "4,2,128,128", "--tokens", "1", "--seconds", "0.1", "--formats", "bfloat16,mxfp4"]
+    command = [sys.executable, BENCHES / "bench_cpu.py", *options, "--json", file]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    plain, packed = json.loads(file.read_text())["rows"]
+    assert (plain["format"], packed["format"]) == ("bfloat16", "mxfp4")
+    assert packed["us"]["fused"] > 0 < plain["times_faster_than_peers"]
+    assert max(packed["error"].values()) < 2e-2

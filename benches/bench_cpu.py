@@ -18,10 +18,10 @@ from typing import Any
 import click
 import torch
 import torch.nn.functional as F
-from routed_experts.bench import floor, gate, inputs, report, shapes, timing
 from torch import Tensor
 
 import routed_experts as rx
+from routed_experts.bench import floor, gate, inputs, report, shapes, timing
 
 FLOATS = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 QUANTIZED = ("fp8_block", "mxfp8", "fp8_tensor", "mxfp4")

@@ -317,3 +317,10 @@ def hands_over_to_megamoe(rank: int) -> tuple[Any, ...]:
 def test_megamoe_gets_global_ids_the_share_and_the_group(tmp_path):
     for rank, seen in enumerate(all_good(run_ranks(hands_over_to_megamoe, 2, tmp_path))):
         assert seen == ("deepgemm_megamoe", True, (rank, 2), ("deepgemm_megamoe", True, True))
+
+
+def test_every_dtype_that_a_rank_may_bring_has_a_name():
+    from routed_experts.parallel import header
+
+    for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64):
+        assert header._READABLE["weights_dtype"](header.dtype_code(dtype))

@@ -59,10 +59,16 @@ _AGREED = {
     "chunks": "chunks",
 }
 _SHARED = {"tokens": "T, for every rank holds the whole batch", "digest": "top_k_index (a digest of it)"}
+
+
+def _dtype_of(code: int) -> object:
+    return _DTYPES[code] if code < len(_DTYPES) else "a dtype that is none of these"
+
+
 _READABLE: dict[str, Callable[[int], object]] = {
     "dispatch": lambda code: DISPATCHES[code],
-    "dtype": lambda code: _DTYPES[code],
-    "weights_dtype": lambda code: _DTYPES[code],
+    "dtype": _dtype_of,
+    "weights_dtype": _dtype_of,
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -350,6 +351,17 @@ class TestTheCommand:
         measured = int(out.split(" points measured")[0].split()[-1])
         (kept,) = _points(cache)
         assert len(kept) >= measured >= 2
+
+    def test_an_interrupt_that_a_finalizer_swallowed_is_raised_again(self):
+        from routed_experts.cli.interrupts import Interrupts
+
+        with Interrupts() as interrupts:
+            interrupts.check()
+            with contextlib.suppress(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+            with pytest.raises(KeyboardInterrupt):
+                interrupts.check()
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
     def test_a_wrong_row_has_no_time(self, cache, monkeypatch):
         from routed_experts.backends import eager

@@ -30,7 +30,7 @@ import routed_experts as rx
 from routed_experts.bench import floor, inputs, measure, report, shapes
 from routed_experts.bench.candidates import PEER, Choice, Function
 from routed_experts.bench.measure import MODES, UNQUANTIZED
-from routed_experts.cli.bench import split
+from routed_experts.cli.options import split, token_counts
 from routed_experts.loaders import DeepGemm, load_kernel
 
 OURS, THEIRS = "deepgemm", f"{PEER} deepgemm"
@@ -138,7 +138,7 @@ def print_row(console: Any, row: dict[str, Any]) -> None:
 @click.option("--json", "json_file", type=click.Path(path_type=Path), default=None, help="Written after every row.")
 def main(deep_gemm, names, sizes, quantizations, tokens, routing, backends, modes, skip_peers, seconds, json_file):
     """Run the benchmark, on the current CUDA device."""
-    counts = [int(count) for count in split(tokens, [one for one in tokens.split(",") if one.isdecimal() and int(one)])]
+    counts = token_counts(tokens)
     grid = list(itertools.product(counts, split(routing, inputs.ROUTINGS)))
     modes, formats = split(modes, ("eager", "graph")), split(quantizations, FORMATS)
     choice = Choice(tuple(split(backends, (*rx.backends(), "auto"))), skip_peers, 0)

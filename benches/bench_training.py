@@ -24,7 +24,7 @@ from torch import Tensor
 import routed_experts as rx
 from routed_experts.bench import candidates, gate, inputs, report, shapes, timing
 from routed_experts.bench.candidates import PEER, reason
-from routed_experts.cli.bench import split
+from routed_experts.cli.options import split, token_counts
 
 # Beside the result's: the largest of four gradients, each of which is rounded once more on its way.
 SLACK = 2
@@ -175,7 +175,7 @@ def main(device, names, sizes, dtypes, tokens, routing, backends, seconds, json_
     """Run the benchmark."""
     console, rows = report.terminal(), []
     chosen = split(backends or {"cuda": "fused", "cpu": "grouped_mm"}[device], (*rx.backends(), "auto"))
-    counts = [int(count) for count in split(tokens, [one for one in tokens.split(",") if one.isdecimal() and int(one)])]
+    counts = token_counts(tokens)
     routings = split(routing, inputs.ROUTINGS)
     found = report.setting(device)
     for (name, shape), dtype in itertools.product(

@@ -6,16 +6,20 @@ is printed. Each row of the table is one row of a backend: some have several, on
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 from typing import Any
 
+from marked_table import MarkedTable
+
 from routed_experts.backends.registry import REGISTRY
 from routed_experts.backends.spec import Spec
 
-README = Path(__file__).resolve().parent.parent / "README.md"
-BEGIN, END = "<!-- backends: written by `make format` -->", "<!-- end of backends -->"
+TABLE = MarkedTable(
+    Path(__file__).resolve().parent.parent / "README.md",
+    "<!-- backends: written by `make format` -->",
+    "<!-- end of backends -->",
+)
 COLUMNS = ("Backend", "Device", "Takes", "Dtypes", "Experts and call", "Machine", "In `auto`")
 # Kinds of requirement that speak of the machine; the others speak of the experts and of the call.
 MACHINE = {
@@ -87,36 +91,10 @@ def cells(spec: Spec) -> list[str]:
     ]
 
 
-def table() -> str:
-    """Return the markdown table of every row of every registered backend."""
-    rows = [COLUMNS, ["---"] * len(COLUMNS), *(cells(spec) for spec, _ in REGISTRY.table().rows)]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
-
-
-def split_readme() -> tuple[str, str, str]:
-    """Return README's text before the table, the table, and the text after it."""
-    before, found, rest = README.read_text().partition(BEGIN)
-    inside, closed, after = rest.partition(END)
-    if not (found and closed):
-        sys.exit(f"{README}: the lines {BEGIN!r} and {END!r} are not both there")
-    return before, inside.strip(), after
-
-
 def main() -> int:
-    """Print, check or write the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    action = parser.add_mutually_exclusive_group()
-    action.add_argument("--check", action="store_true")
-    action.add_argument("--write", action="store_true")
-    options = parser.parse_args()
-    wanted = table()
-    if options.write:
-        before, _, after = split_readme()
-        README.write_text(f"{before}{BEGIN}\n{wanted}\n{END}{after}")
-    elif not options.check or split_readme()[1] != wanted:
-        print(wanted)
-        return 1 if options.check else 0
-    return 0
+    """Print, check or write the table of every row of every registered backend."""
+    rows = (cells(spec) for spec, _ in REGISTRY.table().rows)
+    return TABLE.main(__doc__.splitlines()[0], COLUMNS, rows)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ choice was not measured in its run says nothing and is counted apart.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
@@ -17,13 +16,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from marked_table import MarkedTable
 
 import routed_experts as rx
 from routed_experts.bench.measure import MODES
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "auto.md"
-BEGIN, END = "<!-- regret: written by `make format` -->", "<!-- end of regret -->"
+TABLE = MarkedTable(ROOT / "docs" / "auto.md", "<!-- regret: written by `make format` -->", "<!-- end of regret -->")
 FILES = (
     "cpu-experts.json",
     "cpu-auto.json",
@@ -96,37 +95,10 @@ def lines() -> Iterator[tuple[str, ...]]:
             yield file.name, device, mode, str(len(known)), f"{mean:.3f}", f"{worst.times:.3f}", where, missing
 
 
-def table() -> str:
-    """The markdown table."""
-    rows = [COLUMNS, ["---"] * len(COLUMNS), *lines()]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
-
-
-def split_page() -> tuple[str, str, str]:
-    """Return the page's text before the table, the table, and the text after it."""
-    before, found, rest = PAGE.read_text().partition(BEGIN)
-    inside, closed, after = rest.partition(END)
-    if not (found and closed):
-        sys.exit(f"{PAGE}: the lines {BEGIN!r} and {END!r} are not both there")
-    return before, inside.strip(), after
-
-
 def main() -> int:
     """Print, check or write the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    action = parser.add_mutually_exclusive_group()
-    action.add_argument("--check", action="store_true")
-    action.add_argument("--write", action="store_true")
-    options = parser.parse_args()
     os.environ["ROUTED_EXPERTS_CACHE"] = os.devnull  # default figures, whatever was measured on this machine
-    wanted = table()
-    if options.write:
-        before, _, after = split_page()
-        PAGE.write_text(f"{before}{BEGIN}\n{wanted}\n{END}{after}")
-    elif not options.check or split_page()[1] != wanted:
-        print(wanted)
-        return 1 if options.check else 0
-    return 0
+    return TABLE.main(__doc__.splitlines()[0], COLUMNS, lines())
 
 
 if __name__ == "__main__":

@@ -29,7 +29,9 @@ PAGES = ("tutorial.md", "measure.md", "tune.md", "own-backend.md")
 def script(name: str) -> Any:
     spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "scripts")
+        spec.loader.exec_module(module)
     return module
 
 

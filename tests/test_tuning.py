@@ -352,6 +352,13 @@ class TestTheCommand:
         (kept,) = _points(cache)
         assert len(kept) >= measured >= 2
 
+    @pytest.mark.parametrize("command", ["tune", "bench", "warmup"])
+    @pytest.mark.parametrize("text", ["0", "1,x", "-3", ","])
+    def test_token_counts_that_are_none(self, command, text):
+        done = invoke(command, "--tokens", text)
+        assert done.exit_code == 2
+        assert "--tokens takes whole numbers above 0" in done.output
+
     def test_an_interrupt_that_a_finalizer_swallowed_is_raised_again(self):
         from routed_experts.cli.interrupts import Interrupts
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +10,7 @@ import click
 import torch
 
 from routed_experts.bench.shapes import SHAPES
-from routed_experts.cli.options import layer_of
+from routed_experts.cli.options import DTYPES, FORMATS, layer_of, layer_options, split, token_counts
 from routed_experts.cli.output import Command, print_json
 from routed_experts.cli.progress import Live
 
@@ -18,22 +18,12 @@ if TYPE_CHECKING:
     from routed_experts.bench.run import Grid
 
 MODES = {"cpu": ("eager", "compiled"), "cuda": ("eager", "compiled", "graph")}
-DTYPES = ("bfloat16", "float16", "float32")
-FORMATS = ("none", "fp8_block", "mxfp8", "fp8_tensor", "mxfp4")
 STDOUT = Path("-")
 _FILE = click.Path(dir_okay=False, path_type=Path)
-_FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 
 
 @click.command(cls=Command)
-@click.option("--device", type=click.Choice(["cpu", "cuda"]), help="[default: what this machine has]")
-@click.option("--shapes", "names", help=f"Of {', '.join(SHAPES)}; or --shape. [default: one]")
-@click.option("--shape", "sizes", multiple=True, help="E,K,H,I of a shape of one's own; may be repeated.")
-@click.option("--checkpoint", type=_FOLDER, help="Measure a layer of this safetensors folder.")
-@click.option("--layer", type=click.IntRange(min=0), default=0, show_default=True, help="Layer of --checkpoint.")
-@click.option("--top-k", type=click.IntRange(min=1), help="Experts a token of --checkpoint. [default: its config's]")
-@click.option("--dtypes", default="bfloat16", show_default=True, help="Of " + ", ".join(DTYPES) + ".")
-@click.option("--quantizations", default="none", show_default=True, help="Of " + ", ".join(FORMATS) + ".")
+@layer_options("Measure", f"Of {', '.join(SHAPES)}; or --shape. [default: one]")
 @click.option("--tokens", default="1,8,64,512", show_default=True, help="Token counts of a call.")
 @click.option("--routing", default="skewed", show_default=True, help="skewed, balanced, or files that hold a routing.")
 @click.option("--modes", default="eager", show_default=True, help="eager, compiled and, on CUDA, graph.")
@@ -72,15 +62,6 @@ def bench(ctx: click.Context, **options: Any) -> None:
         ctx.exit(130)
 
 
-def split(text: str, known: Collection[str]) -> list[str]:
-    """Split a comma-separated option, refusing what is not ``known``."""
-    parts = [part for part in text.split(",") if part]
-    strange = [part for part in parts if part not in known]
-    if strange or not parts:
-        raise click.UsageError(f"cannot take {', '.join(strange) or 'an empty list'} of {', '.join(sorted(known))}")
-    return parts
-
-
 def _grid(options: dict[str, Any]) -> Grid:
     from routed_experts.bench import shapes
     from routed_experts.bench.candidates import Choice
@@ -98,7 +79,7 @@ def _grid(options: dict[str, Any]) -> Grid:
         shapes=all_shapes,
         dtypes=split(options["dtypes"], DTYPES) if dtypes is None or dtypes[0] not in DTYPES else dtypes,
         quantizations=split(options["quantizations"], FORMATS),
-        tokens=[int(one) for one in split(tokens, [t for t in tokens.split(",") if t.isdecimal() and int(t)])],
+        tokens=token_counts(tokens),
         routings=[_routing(one) for one in options["routing"].split(",")],
         modes=split(options["modes"], MODES[device]),
         seconds=options["seconds"],

@@ -1,18 +1,71 @@
-"""What commands that run a layer share: the layer of a checkpoint."""
+"""What commands that run a layer share: the options that name it, lists in options, the layer of a checkpoint."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 
 from routed_experts.bench.shapes import Shape
 from routed_experts.weights import ExpertWeights
 
+DTYPES = ("bfloat16", "float16", "float32")
+FORMATS = ("none", "fp8_block", "mxfp8", "fp8_tensor", "mxfp4")
+Callback = TypeVar("Callback", bound=Callable[..., Any])
+_FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 # Names that configurations of MoE models give to K.
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk", "top_k_experts", "top_k")
+
+
+def layer_options(purpose: str, names: str) -> Callable[[Callback], Callback]:
+    """Return a decorator that adds the options which say on what layers a command works.
+
+    Args:
+        purpose: what the command does with a layer, such as "Measure".
+        names: help of ``--shapes``.
+    """
+    options = (
+        click.option("--device", type=click.Choice(["cpu", "cuda"]), help="[default: what this machine has]"),
+        click.option("--shapes", "names", help=names),
+        click.option("--shape", "sizes", multiple=True, help="E,K,H,I of a layer of one's own; may be repeated."),
+        click.option("--checkpoint", type=_FOLDER, help=f"{purpose} a layer of this safetensors folder."),
+        click.option("--layer", type=click.IntRange(min=0), default=0, show_default=True, help="Of --checkpoint."),
+        click.option(
+            "--top-k", type=click.IntRange(min=1), help="Experts a token of --checkpoint. [default: its config's]"
+        ),
+        click.option("--dtypes", default="bfloat16", show_default=True, help=f"Of {', '.join(DTYPES)}."),
+        click.option("--quantizations", default="none", show_default=True, help=f"Of {', '.join(FORMATS)}."),
+    )
+
+    def add(callback: Callback) -> Callback:
+        for option in reversed(options):
+            callback = option(callback)
+        return callback
+
+    return add
+
+
+def split(text: str, known: Collection[str]) -> list[str]:
+    """Split a comma-separated option, refusing what is not ``known``."""
+    parts = [part for part in text.split(",") if part]
+    strange = [part for part in parts if part not in known]
+    if strange or not parts:
+        raise click.UsageError(f"cannot take {', '.join(strange) or 'an empty list'} of {', '.join(sorted(known))}")
+    return parts
+
+
+def token_counts(text: str) -> list[int]:
+    """Split a comma-separated option of token counts."""
+    parts = [part for part in text.split(",") if part]
+    strange = [part for part in parts if not part.isdecimal() or not int(part)]
+    if strange or not parts:
+        raise click.UsageError(
+            f"--tokens takes whole numbers above 0, as 1,8,64; not {', '.join(strange) or 'nothing'}"
+        )
+    return [int(part) for part in parts]
 
 
 def layer_of(options: dict[str, Any], device: str) -> tuple[str, Shape, ExpertWeights]:

@@ -11,8 +11,7 @@ import click
 import torch
 from rich.console import Console
 
-from routed_experts.cli.bench import DTYPES, FORMATS, split
-from routed_experts.cli.options import layer_of
+from routed_experts.cli.options import DTYPES, FORMATS, layer_of, layer_options, split, token_counts
 from routed_experts.cli.output import Command, duration, json_option, make_table, print_json, print_section
 
 if TYPE_CHECKING:
@@ -24,18 +23,7 @@ _SHORTEST, _LONGEST = 0.05, 1.0  # seconds of timing for a point
 
 
 @click.command(cls=Command)
-@click.option("--device", type=click.Choice(["cpu", "cuda"]), help="[default: what this machine has]")
-@click.option("--shapes", "names", help="Comma-separated names of models' layers. [default: one of them]")
-@click.option("--shape", "sizes", multiple=True, help="E,K,H,I of a layer; may be repeated.")
-@click.option(
-    "--checkpoint",
-    type=click.Path(exists=True, file_okay=False, path_type=Path),
-    help="Tune for a layer of this safetensors folder.",
-)
-@click.option("--layer", type=click.IntRange(min=0), default=0, show_default=True, help="Layer of --checkpoint.")
-@click.option("--top-k", type=click.IntRange(min=1), help="Experts a token of --checkpoint. [default: its config's]")
-@click.option("--dtypes", default="bfloat16", show_default=True, help="Of " + ", ".join(DTYPES) + ".")
-@click.option("--quantizations", default="none", show_default=True, help="Of " + ", ".join(FORMATS) + ".")
+@layer_options("Tune for", "Comma-separated names of models' layers. [default: one of them]")
 @click.option("--tokens", help="Token counts to measure at. [default: a range for the device]")
 @click.option("--budget", type=click.FloatRange(min=0, min_open=True), default=60.0, show_default=True, help="Seconds.")
 @click.option("--again", is_flag=True, help="Measure also what the file has.")
@@ -118,7 +106,7 @@ def _plan(options: dict[str, Any]) -> list[Point]:
 
     device = options["device"] or ("cuda" if torch.cuda.is_available() else "cpu")
     text = options["tokens"] or TOKENS[device]
-    counts = [int(one) for one in split(text, [t for t in text.split(",") if t.isdecimal() and int(t)])]
+    counts = token_counts(text)
     layers = make_layers(options, device)
     return [
         Point(layer, tokens, state)

@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 
 from routed_experts.backends.registry import REGISTRY, check_name
-from routed_experts.cli.bench import DTYPES, FORMATS, split
+from routed_experts.cli.options import layer_options, split, token_counts
 from routed_experts.cli.output import (
     Command,
     describe_error,
@@ -37,18 +37,7 @@ MODES = ("eager", "compiled", "training")
 
 
 @click.command(cls=Command)
-@click.option("--device", type=click.Choice(["cpu", "cuda"]), help="[default: what this machine has]")
-@click.option("--shapes", "names", help="Comma-separated names of models' layers. [default: one of them]")
-@click.option("--shape", "sizes", multiple=True, help="E,K,H,I of a layer; may be repeated.")
-@click.option(
-    "--checkpoint",
-    type=click.Path(exists=True, file_okay=False, path_type=Path),
-    help="Warm up for a layer of this safetensors folder.",
-)
-@click.option("--layer", type=click.IntRange(min=0), default=0, show_default=True, help="Layer of --checkpoint.")
-@click.option("--top-k", type=click.IntRange(min=1), help="Experts a token of --checkpoint. [default: its config's]")
-@click.option("--dtypes", default="bfloat16", show_default=True, help="Of " + ", ".join(DTYPES) + ".")
-@click.option("--quantizations", default="none", show_default=True, help="Of " + ", ".join(FORMATS) + ".")
+@layer_options("Warm up for", "Comma-separated names of models' layers. [default: one of them]")
 @click.option("--tokens", help="Token counts to expect. [default: a range for the device]")
 @click.option("--backends", default="auto", show_default=True, help="Those to warm up; auto is what auto chooses.")
 @click.option("--modes", default="eager", show_default=True, help="Of " + ", ".join(MODES) + ".")
@@ -62,7 +51,7 @@ def warmup(ctx: click.Context, as_json: bool, **options: Any) -> None:
     """
     device = options["device"] or ("cuda" if torch.cuda.is_available() else "cpu")
     text = options["tokens"] or TOKENS[device]
-    counts = [int(one) for one in split(text, [t for t in text.split(",") if t.isdecimal() and int(t)])]
+    counts = token_counts(text)
     names = [name for name in options["backends"].split(",") if name]
     modes = split(options["modes"], MODES)
     for name in names:

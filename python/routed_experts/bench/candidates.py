@@ -122,11 +122,17 @@ def ours(backends: Ours, tokens: int, choice: Choice) -> tuple[dict[str, Functio
     reasons = backends.decisions(tokens) | {"auto": None}
     names = choice.backends or tuple(reasons)
     if tokens * backends.top_k > choice.most_copies:
-        names = tuple(name for name in names if name != "batched_mm")
+        names = tuple(name for name in names if not _copies_weights(name))
     found = {name: backends.function(name) for name in names if name in reasons and reasons[name] is None}
     unknown = "no backend of this name"
     declined = {name: reasons.get(name, unknown) for name in choice.backends if name in names and name not in found}
     return found, {name: str(reason) for name, reason in declined.items()}
+
+
+def _copies_weights(name: str) -> bool:
+    """Whether a backend declares that it copies weights for every (token, slot) pair."""
+    spec = rx.backends().get(name)
+    return spec is not None and any(cost.copies_weights for cost in spec.cost.values())
 
 
 def reason(error: BaseException) -> str:

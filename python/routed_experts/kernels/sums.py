@@ -58,6 +58,24 @@ def _load_rows(
 
 
 @triton.jit
+def expert_and_columns(
+    program, M: tl.constexpr, N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr,
+):
+    """Expert of a program, and the first row and column of its block of the expert's matrix (M, N).
+
+    Experts one after the other; inside one, GROUP blocks of M go through all blocks of N together, for L2.
+    """
+    BLOCKS_M: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
+    BLOCKS_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    expert = program // (BLOCKS_M * BLOCKS_N)
+    within = program % (BLOCKS_M * BLOCKS_N)
+    group = within // (GROUP * BLOCKS_N)
+    height = tl.minimum(BLOCKS_M - group * GROUP, GROUP)
+    rest = within % (GROUP * BLOCKS_N)
+    return expert, (group * GROUP + rest % height) * BLOCK_M, (rest // height) * BLOCK_N
+
+
+@triton.jit
 def weight_gradient(
     left, right, tiles, ranges, out,
     M: tl.constexpr, N: tl.constexpr, LEFT_PER: tl.constexpr, RIGHT_PER: tl.constexpr,
@@ -66,20 +84,9 @@ def weight_gradient(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr,
     ACCUMULATE: tl.constexpr, PRECISION: tl.constexpr,
 ):
-    """Sum over an expert's rows of left^T right: (E, M, N), written, or with ACCUMULATE added to what is there.
-
-    Experts one after the other; inside one, GROUP blocks of M go through all blocks of N together, for L2.
-    """
-    BLOCKS_M: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
-    BLOCKS_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    program = tl.program_id(0)
-    expert = program // (BLOCKS_M * BLOCKS_N)
-    within = program % (BLOCKS_M * BLOCKS_N)
-    group = within // (GROUP * BLOCKS_N)
-    height = tl.minimum(BLOCKS_M - group * GROUP, GROUP)
-    rest = within % (GROUP * BLOCKS_N)
-    column_M = (group * GROUP + rest % height) * BLOCK_M + tl.arange(0, BLOCK_M)
-    column_N = (rest // height) * BLOCK_N + tl.arange(0, BLOCK_N)
+    """Sum over an expert's rows of left^T right: (E, M, N), written, or with ACCUMULATE added to what is there."""
+    expert, from_M, from_N = expert_and_columns(tl.program_id(0), M, N, BLOCK_M, BLOCK_N, GROUP)
+    column_M, column_N = from_M + tl.arange(0, BLOCK_M), from_N + tl.arange(0, BLOCK_N)
     begin, count = tl.load(ranges + 2 * expert), tl.load(ranges + 2 * expert + 1)
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     d = tl.arange(0, BLOCK_D)

@@ -11,6 +11,7 @@ import triton.language as tl
 
 from routed_experts.kernels.product import IS_INTERPRETED
 from routed_experts.kernels.rows import load_expert
+from routed_experts.kernels.sums import expert_and_columns
 
 # fmt: off
 # One group of arguments a line: kernels have many, and a line each would hide what they are.
@@ -50,19 +51,9 @@ def weight_gradient_large(
 ):
     """Sum over an expert's rows of left^T right: (E, M, N), written, or with ACCUMULATE added to what is there.
 
-    ``left`` (S, M) and ``right`` (S, N) are descriptors of ``left_rows`` and ``right_rows``. The order of programs is
-    that of kernels/sums.py.
+    ``left`` (S, M) and ``right`` (S, N) are descriptors of ``left_rows`` and ``right_rows``.
     """
-    BLOCKS_M: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
-    BLOCKS_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    program = tl.program_id(0)
-    expert = program // (BLOCKS_M * BLOCKS_N)
-    within = program % (BLOCKS_M * BLOCKS_N)
-    group = within // (GROUP * BLOCKS_N)
-    height = tl.minimum(BLOCKS_M - group * GROUP, GROUP)
-    rest = within % (GROUP * BLOCKS_N)
-    from_M = (group * GROUP + rest % height) * BLOCK_M
-    from_N = (rest // height) * BLOCK_N
+    expert, from_M, from_N = expert_and_columns(tl.program_id(0), M, N, BLOCK_M, BLOCK_N, GROUP)
     begin, count = tl.load(ranges + 2 * expert), tl.load(ranges + 2 * expert + 1)
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     whole = count // BLOCK_D * BLOCK_D

@@ -44,6 +44,14 @@ def measure(bench, layer, *backends):
     return layer.measure(3, "skewed", ["eager"], 0.02, bench.Choice(backends, True, 64))
 
 
+@pytest.mark.parametrize(("most", "copies"), [(6, True), (5, False)])
+def test_what_copies_weights_is_left_out_of_large_calls(bench, layer, most, copies):
+    """Three tokens of two slots are six copies."""
+    row = layer.measure(3, "skewed", ["eager"], 0.02, bench.Choice((), True, most))
+    assert ("batched_mm" in row["us"]) is copies
+    assert "eager" in row["us"]
+
+
 def test_command_writes_every_row(tmp_path):
     file = tmp_path / "out.json"
     options = ["--shape", "6,2,32,16", "--tokens", "1,5", "--dtypes", "float32", "--seconds", "0.02"]

@@ -138,13 +138,12 @@ def make_layers(options: dict[str, Any], device: str) -> list[Layer]:
 
 def _run(points: list[Point], folder: Path, budget: float, done: list[dict[str, Any]], console: Console) -> None:
     """Measure until the points or the seconds are spent; ``done`` has all that is in the file by then."""
-    from routed_experts.cli.interrupts import Interrupts
     from routed_experts.cli.progress import make_progress
     from routed_experts.tuning.measure import tune as measured
 
     end = time.monotonic() + budget
     seconds = min(_LONGEST, max(_SHORTEST, budget / 2 / max(1, len(points))))
-    with make_progress(console) as progress, Interrupts() as interrupts:
+    with make_progress(console) as progress:
         task = progress.add_task("", total=len(points))
         steps = measured(points, seconds, folder)
         for point in points:
@@ -152,7 +151,6 @@ def _run(points: list[Point], folder: Path, budget: float, done: list[dict[str, 
             _, times, failed = next(steps)
             done.append(_point(point, times, failed))
             progress.advance(task)
-            interrupts.check()
             if time.monotonic() > end:
                 return
 

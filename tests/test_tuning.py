@@ -132,8 +132,8 @@ class TestTheChoice:
     def test_the_file_is_read_once(self, cache, monkeypatch):
         keep(cache, {("eager", ""): {8: 1.0}})
         reads = []
-        read = store.read
-        monkeypatch.setattr(store, "read", lambda file: reads.append(file) or read(file))
+        read = store.read_all
+        monkeypatch.setattr(store, "read_all", lambda file: reads.append(file) or read(file))
         for _ in range(3):
             ask(8)
             choose(make_experts(), 9, 2, torch.bfloat16)

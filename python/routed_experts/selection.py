@@ -19,7 +19,7 @@ from routed_experts.backends.spec import Spec
 from routed_experts.errors import BackendUnavailable, DtypeError, LayoutError
 from routed_experts.facts import Facts, batched_budget, environment, facts_for, parse_device
 from routed_experts.problem import bucket, dtype_name, problem_fields
-from routed_experts.tuning.profile import measured
+from routed_experts.tuning.profile import measured, measured_tiles
 
 logger = logging.getLogger("routed_experts")
 logger.addHandler(logging.NullHandler())
@@ -40,7 +40,8 @@ class Decision:
 
     ``found``, ``needed`` and ``error`` (the name of an error class) are None when it is accepted; ``hint``
     then says why ``auto`` passes it over, if it does. ``predicted_us`` is None where no cost is known; ``tuned``
-    says that it was measured on this machine, and is not the default.
+    says that it was measured on this machine, and is not the default. ``tiles`` is "tuned" or "default" for a backend
+    whose kernels' tiles can be measured, by whether this call's were; None for others.
     """
 
     backend: str
@@ -52,6 +53,7 @@ class Decision:
     error: str | None
     predicted_us: float | None
     tuned: bool = False
+    tiles: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the decision as plain data."""
@@ -62,7 +64,7 @@ class Decision:
             return f"cannot run: found {self.found}, needed {self.needed}; {self.hint}"
         figures = "tuned" if self.tuned else "default"
         us = "" if self.predicted_us is None else f", predicted {self.predicted_us:.1f} us ({figures} figures)"
-        cost = f"can run{us}"
+        cost = f"can run{us}" + ("" if self.tiles is None else f", {self.tiles} tiles")
         return f"{cost}; {self.hint}" if self.hint else cost
 
 
@@ -313,12 +315,21 @@ def _select(table: Table, facts: Facts, problem: dict[str, Any], backend: str) -
     return Selection(
         name=found["name"],
         path=found["path"],
-        decisions=tuple(Decision(**decision) for decision in found["decisions"]),
+        decisions=tuple(Decision(**one, tiles=_tiles(table, facts, problem, one)) for one in found["decisions"]),
         row=found["row"] - first,
         request=_describe(facts, problem),
         spec=spec,
         run=run,
     )
+
+
+def _tiles(table: Table, facts: Facts, problem: dict[str, Any], decision: dict[str, Any]) -> str | None:
+    """Whose tiles the row of a decision runs with, if it has any to choose."""
+    rows = ((spec.name, spec.path, run) for spec, run in table.rows)
+    run = next(run for name, path, run in rows if (name, path) == (decision["backend"], decision["path"]))
+    if not decision["accepted"] or not getattr(run, "has_tiles", False):
+        return None
+    return "default" if measured_tiles(facts, problem) is None else "tuned"
 
 
 def _describe(facts: Facts, problem: dict[str, Any]) -> str:

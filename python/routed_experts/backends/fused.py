@@ -63,6 +63,8 @@ def _repeated(experts: ExpertWeights) -> Callable[..., Tensor] | None:
 
 
 run.repeated = _repeated  # type: ignore[attr-defined]
+# The tiles of these kernels can be measured: see tuning/tiles.py.
+run.has_tiles = True  # type: ignore[attr-defined]
 
 
 def _in_one(experts: ExpertWeights) -> bool:

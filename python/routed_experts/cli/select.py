@@ -157,5 +157,6 @@ def _print_selection(selection: Any) -> None:
     for one in selection.decisions:
         why = reasons(one.found, one.needed, one.hint)
         figures = "-" if one.predicted_us is None else "tuned" if one.tuned else "default"
+        figures += "" if one.tiles is None else f", {one.tiles} tiles"
         table.add_row(one.backend, verdict(one.accepted), duration(one.predicted_us), figures, why)
     print_section(console, "Decisions", table)

@@ -13,9 +13,11 @@ from rich.console import Console
 
 from routed_experts.cli.options import DTYPES, FORMATS, layer_of, layer_options, split, token_counts
 from routed_experts.cli.output import Command, duration, json_option, make_table, print_json, print_section
+from routed_experts.cli.tune_tiles import SHARE, changed, print_tiles, search_tiles
 
 if TYPE_CHECKING:
     from routed_experts.tuning.measure import Layer, Point
+    from routed_experts.tuning.store import Contents
 
 TOKENS = {"cpu": "1,4,16,64,256,1024", "cuda": "1,4,16,64,256,1024,4096,16384"}
 _FILE = click.Path(dir_okay=False, path_type=Path)
@@ -27,21 +29,22 @@ _SHORTEST, _LONGEST = 0.05, 1.0  # seconds of timing for a point
 @click.option("--tokens", help="Token counts to measure at. [default: a range for the device]")
 @click.option("--budget", type=click.FloatRange(min=0, min_open=True), default=60.0, show_default=True, help="Seconds.")
 @click.option("--again", is_flag=True, help="Measure also what the file has.")
-@click.option("--export", "export_file", type=_FILE, help="Copy the file of measured times, and measure nothing.")
+@click.option("--only", type=click.Choice(["times", "tiles"]), help="Of backends, or of kernels. [default: both]")
+@click.option("--export", "export_file", type=_FILE, help="Copy the file of what was measured, and measure nothing.")
 @click.option(
     "--import",
     "import_file",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Add the times of another file, and measure nothing.",
+    help="Add what another file has, and measure nothing.",
 )
 @json_option
 @click.pass_context
 def tune(ctx: click.Context, as_json: bool, **options: Any) -> None:
-    """Measure every backend that auto may choose, and keep the times for auto to choose by.
+    """Measure every backend that auto may choose, and the tiles of kernels, for auto and these kernels to choose by.
 
-    The times stand in one file (ROUTED_EXPERTS_CACHE, else the user's cache folder), under the device, the versions,
-    the sizes of the layer and the state of the call. Each is in the file as soon as it is measured: a run that is
-    interrupted, or whose budget ends, goes on where it was when it is started again.
+    What was measured stands in one file (ROUTED_EXPERTS_CACHE, else the user's cache folder), under the device, the
+    versions, the sizes of the layer and the state of the call. Each is in the file as soon as it is measured: a run
+    that is interrupted, or whose budget ends, goes on where it was when it is started again.
     """
     from routed_experts.tuning import store
 
@@ -66,52 +69,70 @@ def _move(folder: Path, options: dict[str, Any], notes: list[str]) -> dict[str, 
 
     source = options["import_file"] or store.find()
     try:
-        entries = {} if source is None else store.read(source)
+        contents = store.Contents({}, {}) if source is None else store.read_all(source)
     except store.Unreadable as error:
         raise CheckpointError(
             "no measured times can be read", found=str(error), needed="a file that tune wrote", hint="export it again"
         ) from error
     if options["import_file"]:
-        notes += filter(None, [store.merge(folder, entries)])
+        notes += filter(None, [store.merge(folder, *contents)])
         forget_profile()
     if options["export_file"]:
-        store.write(options["export_file"].absolute(), entries)
+        store.write(options["export_file"].absolute(), *contents)
     place = options["export_file"] or folder / store.FILE
-    return {"file": str(place), "notes": notes, "entries": len(entries), "points": []}
+    found: dict[str, Any] = {"file": str(place), "notes": notes, "entries": len(contents.times), "points": []}
+    return found | {"layers_with_tiles": len(contents.tiles)}
 
 
 def _measure(folder: Path, options: dict[str, Any], notes: list[str], console: Console) -> dict[str, Any]:
-    from routed_experts.tuning import measure, store
+    from routed_experts.tuning import store
+    from routed_experts.tuning.measure import spread
     from routed_experts.tuning.profile import forget_profile
 
-    started = time.monotonic()
-    planned = _plan(options)
+    end = time.monotonic() + options["budget"]
+    device = options["device"] or ("cuda" if torch.cuda.is_available() else "cpu")
+    counts = spread(token_counts(options["tokens"] or TOKENS[device]))
+    layers = make_layers(options, device)
     notes += filter(None, [store.merge(folder, {})])  # a damaged file is set aside before it is read
-    entries = {} if options["again"] else store.read(folder / store.FILE)
-    points = [point for point in planned if not measure.is_known(point, entries)]
-    report: dict[str, Any] = {"file": str(folder / store.FILE), "notes": notes, "planned": len(planned), "points": []}
-    report |= {"known": len(planned) - len(points), "interrupted": False}
+    known = store.Contents({}, {}) if options["again"] else store.read_all(folder / store.FILE)
+    report: dict[str, Any] = {"file": str(folder / store.FILE), "notes": notes, "tiles": [], "points": []}
+    report |= {"planned": 0, "known": 0, "left": 0, "interrupted": False}
     try:
-        _run(points, folder, options["budget"] - (time.monotonic() - started), report["points"], console)
+        if options["only"] != "times":
+            seconds = (end - time.monotonic()) * (1.0 if options["only"] else SHARE)
+            search_tiles(layers, counts, folder, known, seconds, report, console)
+            forget_profile()  # times are those of calls with the tiles that were found
+        if options["only"] != "tiles":
+            _points(_plan(layers, counts, device), folder, known, end, report, console)
     except KeyboardInterrupt:
         report["interrupted"] = True
-    report["left"] = len(points) - len(report["points"])
     forget_profile()
     return report
 
 
-def _plan(options: dict[str, Any]) -> list[Point]:
-    """Every layer's ends of the range first, so that a budget that ends leaves something for each."""
-    from routed_experts.tuning.measure import STATES, Point, spread
+def _points(
+    planned: list[Point], folder: Path, known: Contents, end: float, report: dict[str, Any], console: Console
+) -> None:
+    from routed_experts.tuning import measure
 
-    device = options["device"] or ("cuda" if torch.cuda.is_available() else "cpu")
-    text = options["tokens"] or TOKENS[device]
-    counts = token_counts(text)
-    layers = make_layers(options, device)
-    return [
-        Point(layer, tokens, state)
-        for tokens, state, layer in itertools.product(spread(counts), STATES[device], layers)
+    stale = changed(report)
+    points = [
+        point
+        for point in planned
+        if not measure.is_known(point, known.times) or (point.layer.name, point.layer.dtype, point.tokens) in stale
     ]
+    report |= {"planned": len(planned), "known": len(planned) - len(points)}
+    try:
+        _run(points, folder, end - time.monotonic(), report["points"], console)
+    finally:
+        report["left"] = len(points) - len(report["points"])
+
+
+def _plan(layers: list[Layer], counts: list[int], device: str) -> list[Point]:
+    """Every layer's ends of the range first, so that a budget that ends leaves something for each."""
+    from routed_experts.tuning.measure import STATES, Point
+
+    return [Point(layer, tokens, state) for tokens, state, layer in itertools.product(counts, STATES[device], layers)]
 
 
 def make_layers(options: dict[str, Any], device: str) -> list[Layer]:
@@ -171,12 +192,21 @@ def _print(report: dict[str, Any]) -> None:
     for note in report["notes"]:
         console.print(f"note: {note}", soft_wrap=True)
     if "entries" in report:
-        console.print(f"{report['entries']} layers' times are in {report['file']}", soft_wrap=True)
+        tiles = f", and {report['layers_with_tiles']} layers' tiles" if report["layers_with_tiles"] else ""
+        console.print(f"{report['entries']} layers' times{tiles} are in {report['file']}", soft_wrap=True)
         return
+    print_tiles(console, report)
     if report["points"]:
         _print_points(console, report["points"])
     done, known, planned = len(report["points"]), report["known"], report["planned"]
-    console.print(f"{done} points measured, {known} known before, of {planned}; in {report['file']}", soft_wrap=True)
+    if planned:
+        console.print(
+            f"{done} points measured, {known} known before, of {planned}; in {report['file']}", soft_wrap=True
+        )
+    else:
+        console.print(f"trials of tiles are in {report['file']}", soft_wrap=True)
+    if report["interrupted"] and not report["left"]:
+        console.print("interrupted: what was measured is kept, and the same command goes on")
     if report["left"]:
         why = "interrupted" if report["interrupted"] else "the budget is spent"
         console.print(f"{why}: {report['left']} points are left, and the same command goes on with them")

@@ -84,6 +84,7 @@ def choose(
     *,
     is_sorted: bool = False,
     may_quantize: bool = False,
+    tiles: tuple[Config, Config] | None = None,
 ) -> Choice:
     """Choose regime and tiles of a call.
 
@@ -94,12 +95,16 @@ def choose(
         device: where they run.
         is_sorted: sort however few the pairs are.
         may_quantize: whether the rows may be quantized too.
+        tiles: of both products, instead of those of the tables.
     """
     widest = max(sizes.hidden, sizes.inner) // _LEAST_COLUMNS
     is_sorted = is_sorted or sizes.pairs > configs.MOST_PAIRS_UNSORTED or widest >= _MOST_BLOCKS
     if experts.quantization is not None:
-        return _quantized(experts, sizes, dtype, device, is_sorted=is_sorted, may_quantize=may_quantize)
-    if is_sorted:
+        kinds = {"is_sorted": is_sorted, "may_quantize": may_quantize}
+        return _quantized(experts, sizes, dtype, device, tiles, **kinds)
+    if tiles is not None:
+        up, down = tiles
+    elif is_sorted:
         up, down = configs.sorted_configs(device.capability, sizes.pairs, sizes.experts)
     else:
         up, down = configs.unsorted_configs(device.capability, sizes.tokens)
@@ -119,7 +124,14 @@ def _flops(sizes: Sizes) -> int:
 
 
 def _quantized(
-    experts: ExpertWeights, sizes: Sizes, dtype: torch.dtype, device: Device, *, is_sorted: bool, may_quantize: bool
+    experts: ExpertWeights,
+    sizes: Sizes,
+    dtype: torch.dtype,
+    device: Device,
+    tiles: tuple[Config, Config] | None,
+    *,
+    is_sorted: bool,
+    may_quantize: bool,
 ) -> Choice:
     is_fp4 = experts.dtype == torch.int8
     reads_e4m3 = device.capability >= _E4M3_SINCE
@@ -127,7 +139,7 @@ def _quantized(
     may_quantize = may_quantize and dtype.itemsize == 2 and reads_e4m3 and _groups_fit(experts)
     quantizes = may_quantize and not is_fp4 and is_sorted and mean >= _MEAN_ROWS_QUANTIZED
     table = quantized_configs.table(device.capability, is_fp4=is_fp4, quantizes=quantizes)
-    up, down = quantized_configs.products(table, mean, sizes.tokens)
+    up, down = tiles or quantized_configs.products(table, mean, sizes.tokens)
     widths = 1 + experts.has_gate
     up = quantized_configs.fit(up, widths, dtype.itemsize, is_fp4, device.shared_bytes)
     down = quantized_configs.fit(down, 1, dtype.itemsize, is_fp4, device.shared_bytes)

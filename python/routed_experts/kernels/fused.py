@@ -16,6 +16,7 @@ import triton
 from torch import Tensor
 
 from routed_experts import _core
+from routed_experts.backends.registry import REGISTRY
 from routed_experts.errors import BackendUnavailable
 from routed_experts.kernels import e4m3_mlp, mlp, records
 from routed_experts.kernels.choice import Choice, Device, Sizes, choose, float32_precision, sizes_of, smaller_choices
@@ -23,6 +24,7 @@ from routed_experts.kernels.constants import settle
 from routed_experts.kernels.launch import Launch, device_of, launch, plan, raw_stream
 from routed_experts.kernels.layout import launches, scratch_size, tile_sizes
 from routed_experts.kernels.memory import Piece, cut, places
+from routed_experts.kernels.tuned import tiles_of
 from routed_experts.weights import ExpertWeights
 
 # Token counts that vary without end must not collect plans without end.
@@ -52,10 +54,10 @@ class Repeated:
 
 
 def _key(x: Tensor, ids: Tensor, weights: Tensor) -> tuple[Any, ...]:
-    """All that the launches of a call depend on beside the weights."""
+    """All that the launches of a call depend on beside the weights; tiles that are measured renew the registry."""
     return (
         *(x.shape, x.stride(), x.dtype, ids.shape, ids.stride(), ids.dtype, weights.stride(), weights.dtype),
-        *(x.device, x.dtype is torch.float32 and float32_precision(x.dtype)),
+        *(x.device, x.dtype is torch.float32 and float32_precision(x.dtype), REGISTRY.generation),
     )
 
 
@@ -123,14 +125,14 @@ def _through_triton(experts: ExpertWeights, x: Tensor, ids: Tensor, weights: Ten
     if any(now is not before for now, before in zip((x, ids, weights), given, strict=True)):
         key = None  # the plan of the copies is not that of the call
     sizes = sizes_of(experts, ids)
-    choice = choose(experts, sizes, x.dtype, limits(x.device), may_quantize=True)
+    tiles = tiles_of(experts, sizes, x.dtype, x.device)
+    choice = choose(experts, sizes, x.dtype, limits(x.device), may_quantize=True, tiles=tiles)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     pieces: list[Piece] = []
     made: list[Tensor] = []
 
     def attempt(smaller: Choice) -> Iterator[Launch]:
-        pieces[:] = pieces_of(smaller, sizes, x.dtype)
-        made[:] = cut(torch.empty(places(pieces)[1], dtype=torch.uint8, device=x.device), pieces)
+        pieces[:], made[:] = memory_of(smaller, sizes, x)
         return launches_of(experts, smaller, x, ids, weights, made, out)
 
     done = run_smaller(smaller_choices(choice), out, attempt)
@@ -150,6 +152,33 @@ def run_smaller(
             except triton.OutOfResources:
                 continue
     raise _too_large(out.device)
+
+
+def run_choice(experts: ExpertWeights, choice: Choice, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """Run a call as chosen and not otherwise; nothing is kept.
+
+    Raises:
+        triton.OutOfResources: the device has no room for these tiles.
+    """
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    with device_of(out):
+        for one in launches_as(experts, choice, x, ids, weights, out):
+            launch(one)
+    return out
+
+
+def launches_as(
+    experts: ExpertWeights, choice: Choice, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor
+) -> Iterator[Launch]:
+    """The kernels of a call as chosen, over scratch memory of their own."""
+    _, made = memory_of(choice, sizes_of(experts, ids), x)
+    return launches_of(experts, choice, x, ids, weights, made, out)
+
+
+def memory_of(choice: Choice, sizes: Sizes, x: Tensor) -> tuple[list[Piece], list[Tensor]]:
+    """Scratch memory of a call: its pieces, and the tensors that they are."""
+    pieces = pieces_of(choice, sizes, x.dtype)
+    return pieces, cut(torch.empty(places(pieces)[1], dtype=torch.uint8, device=x.device), pieces)
 
 
 def pieces_of(choice: Choice, sizes: Sizes, dtype: torch.dtype) -> list[Piece]:

@@ -46,6 +46,11 @@ def launch(one: Launch) -> Any:
     return one.kernel[one.grid](*one.arguments, **one.constants, **options_of(one))
 
 
+def compile_only(one: Launch) -> None:
+    """Compile as a launch would, and launch nothing; the interpreter compiles nothing."""
+    one.kernel.warmup(*one.arguments, grid=one.grid, **one.constants, **options_of(one))
+
+
 def options_of(one: Launch) -> dict[str, int]:
     """Triton's options of a launch."""
     options = {"num_warps": one.num_warps, "num_stages": one.num_stages}

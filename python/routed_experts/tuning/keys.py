@@ -1,4 +1,4 @@
-"""What a measured time is of. Whoever writes one and whoever looks for one call the same function."""
+"""What a time, or a trial of tiles, is of. Whoever writes one and whoever looks for one call the same function."""
 
 from __future__ import annotations
 
@@ -41,8 +41,21 @@ def key_of(facts: Facts, problem: dict[str, Any]) -> Key | None:
     """
     if any(problem[name] for name in _UNMEASURED):
         return None
+    return _key(facts, problem, "graph" if problem["capturing"] else "eager")
+
+
+def tiles_key_of(facts: Facts, problem: dict[str, Any]) -> Key | None:
+    """Return the key of the tiles that a call runs with; None for calls whose tiles are not measured.
+
+    These run each product by itself: gradients, gates and norms of one's own.
+    """
+    if problem["training"] or problem["own_gate"] or problem["has_post_expert_norm"]:
+        return None
+    return _key(facts, problem, "tiles")
+
+
+def _key(facts: Facts, problem: dict[str, Any], state: str) -> Key:
     layer = {name: problem[name] for name in _LAYER}
-    state = "graph" if problem["capturing"] else "eager"
     return {"device": _device(facts), "versions": _versions(facts), "layer": layer, "state": state}
 
 

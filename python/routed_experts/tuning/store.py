@@ -1,4 +1,4 @@
-"""The file of measured times: one for each user, shared by all processes.
+"""The file of what was measured, times and tiles: one for each user, shared by all processes.
 
 It is read without a lock, for it is always replaced as a whole; writers take turns under a lock and add to what is
 there by then. A file that cannot be read is set aside, never repaired and never an error of the call that met it.
@@ -14,8 +14,9 @@ import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from routed_experts.tuning import tiles
 from routed_experts.tuning.keys import Key, canonical
 
 CACHE = "ROUTED_EXPERTS_CACHE"
@@ -26,6 +27,13 @@ FILE = "profile.json"
 Times = dict[tuple[str, str], dict[int, float]]
 # By the canonical text of a key.
 Entries = dict[str, tuple[Key, Times]]
+
+
+class Contents(NamedTuple):
+    """All that a file holds: times of backends' rows, and trials of kernels' tiles."""
+
+    times: Entries
+    tiles: tiles.Found
 
 
 class Unreadable(Exception):
@@ -78,7 +86,12 @@ def _is_ours(folder: Path) -> bool:
 
 
 def read(file: Path) -> Entries:
-    """Return the entries of a file, none if it does not exist.
+    """Return the times of a file, as :func:`read_all` does."""
+    return read_all(file).times
+
+
+def read_all(file: Path) -> Contents:
+    """Return what a file holds, nothing if it does not exist.
 
     Raises:
         Unreadable: the file is damaged, of another format, or may not be read.
@@ -87,11 +100,17 @@ def read(file: Path) -> Entries:
         data = json.loads(file.read_bytes())
         if data["format"] != FORMAT:
             raise Unreadable(f"{file} has format {data['format']!r}, not {FORMAT}")
-        return dict(map(_entry, data["entries"]))
+        found = {canonical(one["key"]): (dict(one["key"]), tiles.from_plain(one["records"])) for one in _tiles(data)}
+        return Contents(dict(map(_entry, data["entries"])), found)
     except FileNotFoundError:
-        return {}
+        return Contents({}, {})
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise Unreadable(f"{file} cannot be read ({type(error).__name__}: {error})") from error
+
+
+def _tiles(data: dict[str, Any]) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = data.get("tiles", [])  # files of before tiles were tuned have none
+    return found
 
 
 def _entry(plain: dict[str, Any]) -> tuple[str, tuple[Key, Times]]:
@@ -104,34 +123,37 @@ def _entry(plain: dict[str, Any]) -> tuple[str, tuple[Key, Times]]:
     return canonical(plain["key"]), (dict(plain["key"]), times)
 
 
-def merge(folder: Path, new: Entries) -> str | None:
-    """Add times to the folder's file; newer ones replace older ones of the same row and count.
+def merge(folder: Path, new: Entries, tried: tiles.Found | None = None) -> str | None:
+    """Add times and trials of tiles to the folder's file; newer ones replace older ones of the same.
 
     Return a line about a damaged file that was set aside, if there was one.
     """
     file = folder / FILE
     with _lock(folder):
-        entries, note = _present(file)
+        contents, note = _present(file)
         for text, (key, times) in new.items():
-            kept = entries.setdefault(text, (key, {}))[1]
+            kept = contents.times.setdefault(text, (key, {}))[1]
             for row, us in times.items():
                 kept[row] = {**kept.get(row, {}), **us}
-        write(file, entries)
+        for text, (key, records) in (tried or {}).items():
+            tiles.added(contents.tiles.setdefault(text, (key, {}))[1], records)
+        write(file, *contents)
     return note
 
 
-def _present(file: Path) -> tuple[Entries, str | None]:
+def _present(file: Path) -> tuple[Contents, str | None]:
     try:
-        return read(file), None
+        return read_all(file), None
     except Unreadable as error:
         aside = file.with_name(f"{file.name}.broken")
         os.replace(file, aside)
-        return {}, f"{error}: it was set aside as {aside}, and a new one begun"
+        return Contents({}, {}), f"{error}: it was set aside as {aside}, and a new one begun"
 
 
-def write(file: Path, entries: Entries) -> None:
+def write(file: Path, entries: Entries, tried: tiles.Found | None = None) -> None:
     """Replace a file by another that is complete before it gets the name."""
     data = {"format": FORMAT, "entries": [_plain(key, times) for key, times in entries.values()]}
+    data["tiles"] = [{"key": key, "records": tiles.to_plain(records)} for key, records in (tried or {}).values()]
     handle, part = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
     try:
         with os.fdopen(handle, "w") as opened:

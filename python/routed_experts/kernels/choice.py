@@ -136,17 +136,15 @@ def _quantized(
     # Tensor cores take E4M3 as it is stored only as an operand of 64 rows (Hopper).
     is_narrow = may_quantize and not quantizes and up.swap and down.swap
     if is_narrow:
-        up, down = (_narrow(config, depth, is_fp4) for config, depth in ((up, sizes.hidden), (down, sizes.inner)))
+        up, down = (_narrow(config, is_fp4) for config in (up, down))
     kinds = (is_large, True, reads_e4m3, quantizes, is_narrow, is_narrow and is_fp4)
     return Choice(is_sorted, up, down, float32_precision(dtype), split, *kinds)
 
 
-def _narrow(config: Config, depth: int, is_fp4: bool) -> Config:
+def _narrow(config: Config, is_fp4: bool) -> Config:
     """With steps that no scale of E4M3 weights ends in, or that divide the depth of a product of packed codes."""
     if is_fp4:
-        return config._replace(
-            depth=next(step for step in (256, 128) if step <= max(config.depth, 128) and depth % step == 0)
-        )
+        return config._replace(depth=quantized_configs.ROW_GROUP)
     return config._replace(depth=min(config.depth, quantized_configs.ROW_GROUP))
 
 

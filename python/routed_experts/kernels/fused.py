@@ -177,7 +177,7 @@ def launches_of(
     a, slots = rest[:2]
     rows, units = recorded or (x, a)
     if recorded:
-        yield records.record(x, rows, choice.up.depth)
+        yield records.record(x, rows)
     if choice.is_sorted:
         tiles, chunks = rest[2:]
         yield from launches(ids, tiles, chunks, experts.num_experts, choice.up.rows, tiles=True)
@@ -185,7 +185,7 @@ def launches_of(
         tiles = rest[2]
     yield mlp.up(experts, choice, rows, ids, tiles, a)
     if recorded:
-        yield records.record(a, units, choice.down.depth)
+        yield records.record(a, units)
     if choice.is_sorted:
         yield mlp.down_by_tile(experts, choice, units, ids, tiles, slots)
         yield mlp.weigh(slots, ids, weights, out, experts.num_experts)

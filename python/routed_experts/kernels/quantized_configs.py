@@ -24,15 +24,13 @@ _HOPPER_E4M3 = Table(
         Regime(_ALL, Config(64, 64, 128, 4, 3), Config(64, 128, 128, 4, 3)),
     ),
 )
-# Where columns are not the tensor cores' rows, numbers become bfloat16: many rows have that paid by few columns.
 _HOPPER_E2M1 = Table(
-    (Config(16, 32, 256, 4, 4, True), Config(16, 64, 256, 4, 4, True)),
+    (Config(16, 64, 128, 4, 5, True), Config(16, 64, 128, 4, 5, True)),
     (
         Regime(8, Config(16, 64, 128, 4, 4, True), Config(16, 128, 128, 4, 4, True)),
         Regime(32, Config(32, 64, 128, 4, 4, True), Config(32, 128, 128, 4, 4, True)),
         Regime(64, Config(64, 64, 128, 4, 4, True), Config(64, 128, 128, 4, 4, True)),
-        Regime(128, Config(64, 64, 128, 4, 3), Config(64, 128, 128, 4, 3)),
-        Regime(_ALL, Config(128, 128, 128, 8, 3), Config(128, 128, 64, 8, 5)),
+        Regime(_ALL, Config(128, 64, 128, 8, 3, True), Config(128, 128, 128, 8, 3, True)),
     ),
 )
 _HOPPER_ROWS = Table(

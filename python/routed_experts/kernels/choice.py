@@ -68,6 +68,7 @@ class Choice(NamedTuple):
     quantizes: bool = False
     is_narrow: bool = False
     has_records: bool = False
+    programs: int = 0
 
 
 def sizes_of(experts: ExpertWeights, ids: Tensor) -> Sizes:

@@ -41,7 +41,7 @@ def _fields(tiles, program, num_pairs, num_tiles, BLOCKS: gl.constexpr, GROUP: g
 def _fetch(
     rows, weight, tiles, rings, bars, num_pairs, num_tiles, programs,
     BLOCKS: gl.constexpr, GROUP: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr,
-    PER_EXPERT: gl.constexpr, STRIDE: gl.constexpr, APART: gl.constexpr, WGS: gl.constexpr,
+    PER_EXPERT: gl.constexpr, STRIDE: gl.constexpr, APART: gl.constexpr,
 ):
     """Fill the rings, step by step, as soon as both groups have left a slot."""
     row_ring, weight_ring = rings
@@ -58,15 +58,14 @@ def _fetch(
                 slot = turn % STAGES
                 mbarrier.wait(empty.index(slot), (turn // STAGES & 1) ^ 1)
                 bar, d = ready.index(slot), step * SIDE
-                if WGS == 2 and is_full:
+                if is_full:
                     mbarrier.expect(bar, 2 * ROWS * SIDE + 2 * SIDE * SIDE)
                 else:
                     mbarrier.expect(bar, ROWS * SIDE + 2 * SIDE * SIDE)
-                tma.async_copy_global_to_shared(rows, [first, d], bar, row_ring.index(WGS * slot))
+                tma.async_copy_global_to_shared(rows, [first, d], bar, row_ring.index(2 * slot))
                 tma.async_copy_global_to_shared(weight, [column, d], bar, weight_ring.index(2 * slot))
-                if WGS == 2:
-                    other = row_ring.index(WGS * slot + 1)
-                    tma.async_copy_global_to_shared(rows, [first + ROWS, d], bar, other, pred=is_full)
+                other = row_ring.index(2 * slot + 1)
+                tma.async_copy_global_to_shared(rows, [first + ROWS, d], bar, other, pred=is_full)
                 tma.async_copy_global_to_shared(weight, [column + APART, d], bar, weight_ring.index(2 * slot + 1))
                 turn += 1
         expert, first, count = following
@@ -76,7 +75,7 @@ def _fetch(
 def _products(
     rings, bars, turn, row_scale_M, mask_M, num_pairs, scale, other_scale,
     HALF: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr, S_D: gl.constexpr,
-    MMA: gl.constexpr, EARLY: gl.constexpr, WGS: gl.constexpr,
+    MMA: gl.constexpr,
 ):
     """Both products of a group's rows, (M, N) each; scales are read a step ahead."""
     row_ring, weight_ring = rings
@@ -89,15 +88,11 @@ def _products(
     for step in range(STEPS):
         slot = turn % STAGES
         following = gl.minimum(step + 1, STEPS - 1)
-        if EARLY:
-            next_row_scale = gl.load(row_scale_M + following * num_pairs.to(gl.int64), mask=mask_M, other=0.0)
-            next_value, next_other = gl.load(scale + following * S_D), gl.load(other_scale + following * S_D)
         mbarrier.wait(ready.index(slot), turn // STAGES & 1)
-        row = row_ring.index(WGS * slot + HALF)
+        row = row_ring.index(2 * slot + HALF)
         flight = warpgroup_mma(row, weight_ring.index(2 * slot).permute((1, 0)), part, use_acc=False, is_async=True)
-        if not EARLY:
-            next_row_scale = gl.load(row_scale_M + following * num_pairs.to(gl.int64), mask=mask_M, other=0.0)
-            next_value, next_other = gl.load(scale + following * S_D), gl.load(other_scale + following * S_D)
+        next_row_scale = gl.load(row_scale_M + following * num_pairs.to(gl.int64), mask=mask_M, other=0.0)
+        next_value, next_other = gl.load(scale + following * S_D), gl.load(other_scale + following * S_D)
         part = warpgroup_mma_wait(0, (flight,))
         # A wait for nothing, which this sum cannot be moved behind: there both parts would need registers at once.
         acc = warpgroup_mma_wait(0, (acc + part * gl.expand_dims(row_scale * value, 1),))
@@ -126,7 +121,7 @@ def _multiply_up(
     rings, bars, row_scale, tiles, scale, out, out_scale, num_pairs, num_tiles, programs,
     HALF: gl.constexpr, INNER: gl.constexpr, S_E: gl.constexpr, S_N: gl.constexpr, S_D: gl.constexpr,
     ACTIVATION: gl.constexpr, LIMIT: gl.constexpr, ALPHA: gl.constexpr,
-    GROUP: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr, WGS: gl.constexpr,
+    GROUP: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr,
 ):
     """What a group of warps makes of its half of the rows: gated units in E4M3, and their scales."""
     BLOCKS: gl.constexpr = INNER // SIDE
@@ -143,7 +138,7 @@ def _multiply_up(
             place = scale + expert.to(gl.int64) * S_E + block * S_N
             acc, linear = _products(
                 rings, bars, turn, row_scale + row_M, mask_M, num_pairs, place, place + BLOCKS * S_N,
-                HALF, STEPS, STAGES, S_D, MMA, EARLY, WGS)
+                HALF, STEPS, STAGES, S_D, MMA)
             acc = gate_pair(acc, linear, ACTIVATION, LIMIT, ALPHA)
             # As to_e4m3 does in kernels/decode.py, whose shapes would need a layout of their own.
             largest = gl.max(gl.abs(acc), axis=1)
@@ -174,7 +169,7 @@ def _store_half(slots, tile, pair_M, mask_M, column, HIDDEN: gl.constexpr, WIDE:
 def _multiply_down(
     rings, bars, row_scale, tiles, scale, slots, num_pairs, num_tiles, programs,
     HALF: gl.constexpr, HIDDEN: gl.constexpr, S_E: gl.constexpr, S_N: gl.constexpr, S_D: gl.constexpr,
-    GROUP: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr, WGS: gl.constexpr,
+    GROUP: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr,
 ):
     """What a group of warps makes of its half of the rows: those of the pairs, in pair order."""
     BLOCKS: gl.constexpr = (HIDDEN + 2 * SIDE - 1) // (2 * SIDE)
@@ -193,7 +188,7 @@ def _multiply_down(
             acc, other = _products(
                 rings, bars, turn, row_scale + row_M, row_M < first + count, num_pairs,
                 place + 2 * block * S_N, place + gl.minimum(2 * block + 1, last) * S_N,
-                HALF, STEPS, STAGES, S_D, MMA, EARLY, WGS)
+                HALF, STEPS, STAGES, S_D, MMA)
             wide_M = first + HALF * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, WIDE))
             mask_M = wide_M < first + count
             pair_M = gl.load(tiles + wide_M, mask=mask_M, other=0)
@@ -207,15 +202,15 @@ def _multiply_down(
 
 
 @gluon.jit
-def _rings(rows, weight, STAGES: gl.constexpr, WGS: gl.constexpr):
+def _rings(rows, weight, STAGES: gl.constexpr):
     """Shared memory of so many steps, and what says that a slot is filled, or left by both groups."""
-    row_ring = gl.allocate_shared_memory(gl.float8e4nv, [WGS * STAGES, ROWS, SIDE], rows.layout)
+    row_ring = gl.allocate_shared_memory(gl.float8e4nv, [2 * STAGES, ROWS, SIDE], rows.layout)
     weight_ring = gl.allocate_shared_memory(gl.float8e4nv, [2 * STAGES, SIDE, SIDE], weight.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(STAGES):
         mbarrier.init(ready.index(slot), count=1)
-        mbarrier.init(empty.index(slot), count=WGS)
+        mbarrier.init(empty.index(slot), count=2)
     return (row_ring, weight_ring), (ready, empty)
 
 
@@ -225,28 +220,19 @@ def up_hopper(
     HIDDEN: gl.constexpr, INNER: gl.constexpr, S_E: gl.constexpr, S_N: gl.constexpr, S_D: gl.constexpr,
     ACTIVATION: gl.constexpr, LIMIT: gl.constexpr, ALPHA: gl.constexpr,
     GROUP: gl.constexpr, STAGES: gl.constexpr, FETCH_REGISTERS: gl.constexpr, REGISTERS: gl.constexpr,
-    EARLY: gl.constexpr = False, WGS: gl.constexpr = 2,
 ):
     """First product and gate: E4M3 sorted rows (S, H) to (S, I), whose scales are (I / 128, S)."""
     STEPS: gl.constexpr = HIDDEN // SIDE
     BLOCKS: gl.constexpr = INNER // SIDE
-    rings, bars = _rings(rows, weight, STAGES, WGS)
-    if WGS == 2:
-        gl.warp_specialize([
-            (_multiply_up, (rings, bars, row_scale, tiles, scale, out, out_scale, num_pairs, num_tiles, programs,
-            0, INNER, S_E, S_N, S_D, ACTIVATION, LIMIT, ALPHA, GROUP, STEPS, STAGES, EARLY, WGS)),
-            (_multiply_up, (rings, bars, row_scale, tiles, scale, out, out_scale, num_pairs, num_tiles, programs,
-            1, INNER, S_E, S_N, S_D, ACTIVATION, LIMIT, ALPHA, GROUP, STEPS, STAGES, EARLY, WGS)),
-            (_fetch, (rows, weight, tiles, rings, bars, num_pairs, num_tiles, programs,
-            BLOCKS, GROUP, STEPS, STAGES, 2 * INNER, SIDE, INNER, WGS)),
-        ], [4, 1], [REGISTERS, FETCH_REGISTERS])
-    else:
-        gl.warp_specialize([
-            (_multiply_up, (rings, bars, row_scale, tiles, scale, out, out_scale, num_pairs, num_tiles, programs,
-            0, INNER, S_E, S_N, S_D, ACTIVATION, LIMIT, ALPHA, GROUP, STEPS, STAGES, EARLY, WGS)),
-            (_fetch, (rows, weight, tiles, rings, bars, num_pairs, num_tiles, programs,
-            BLOCKS, GROUP, STEPS, STAGES, 2 * INNER, SIDE, INNER, WGS)),
-        ], [1], [FETCH_REGISTERS])
+    rings, bars = _rings(rows, weight, STAGES)
+    gl.warp_specialize([
+        (_multiply_up, (rings, bars, row_scale, tiles, scale, out, out_scale, num_pairs, num_tiles, programs,
+        0, INNER, S_E, S_N, S_D, ACTIVATION, LIMIT, ALPHA, GROUP, STEPS, STAGES)),
+        (_multiply_up, (rings, bars, row_scale, tiles, scale, out, out_scale, num_pairs, num_tiles, programs,
+        1, INNER, S_E, S_N, S_D, ACTIVATION, LIMIT, ALPHA, GROUP, STEPS, STAGES)),
+        (_fetch, (rows, weight, tiles, rings, bars, num_pairs, num_tiles, programs,
+        BLOCKS, GROUP, STEPS, STAGES, 2 * INNER, SIDE, INNER)),
+    ], [4, 1], [REGISTERS, FETCH_REGISTERS])
 
 
 @gluon.jit(do_not_specialize=["num_pairs", "num_tiles", "programs"])
@@ -254,25 +240,16 @@ def down_hopper(
     rows, row_scale, tiles, weight, scale, slots, num_pairs, num_tiles, programs,
     HIDDEN: gl.constexpr, INNER: gl.constexpr, S_E: gl.constexpr, S_N: gl.constexpr, S_D: gl.constexpr,
     GROUP: gl.constexpr, STAGES: gl.constexpr, FETCH_REGISTERS: gl.constexpr, REGISTERS: gl.constexpr,
-    EARLY: gl.constexpr = False, WGS: gl.constexpr = 2,
 ):
     """Second product, not yet weighted: E4M3 sorted rows (S, I) to a row of every pair (S, H)."""
     STEPS: gl.constexpr = INNER // SIDE
     BLOCKS: gl.constexpr = (HIDDEN + 2 * SIDE - 1) // (2 * SIDE)
-    rings, bars = _rings(rows, weight, STAGES, WGS)
-    if WGS == 2:
-        gl.warp_specialize([
-            (_multiply_down, (rings, bars, row_scale, tiles, scale, slots, num_pairs, num_tiles, programs,
-            0, HIDDEN, S_E, S_N, S_D, GROUP, STEPS, STAGES, EARLY, WGS)),
-            (_multiply_down, (rings, bars, row_scale, tiles, scale, slots, num_pairs, num_tiles, programs,
-            1, HIDDEN, S_E, S_N, S_D, GROUP, STEPS, STAGES, EARLY, WGS)),
-            (_fetch, (rows, weight, tiles, rings, bars, num_pairs, num_tiles, programs,
-            BLOCKS, GROUP, STEPS, STAGES, HIDDEN, 2 * SIDE, SIDE, WGS)),
-        ], [4, 1], [REGISTERS, FETCH_REGISTERS])
-    else:
-        gl.warp_specialize([
-            (_multiply_down, (rings, bars, row_scale, tiles, scale, slots, num_pairs, num_tiles, programs,
-            0, HIDDEN, S_E, S_N, S_D, GROUP, STEPS, STAGES, EARLY, WGS)),
-            (_fetch, (rows, weight, tiles, rings, bars, num_pairs, num_tiles, programs,
-            BLOCKS, GROUP, STEPS, STAGES, HIDDEN, 2 * SIDE, SIDE, WGS)),
-        ], [1], [FETCH_REGISTERS])
+    rings, bars = _rings(rows, weight, STAGES)
+    gl.warp_specialize([
+        (_multiply_down, (rings, bars, row_scale, tiles, scale, slots, num_pairs, num_tiles, programs,
+        0, HIDDEN, S_E, S_N, S_D, GROUP, STEPS, STAGES)),
+        (_multiply_down, (rings, bars, row_scale, tiles, scale, slots, num_pairs, num_tiles, programs,
+        1, HIDDEN, S_E, S_N, S_D, GROUP, STEPS, STAGES)),
+        (_fetch, (rows, weight, tiles, rings, bars, num_pairs, num_tiles, programs,
+        BLOCKS, GROUP, STEPS, STAGES, HIDDEN, 2 * SIDE, SIDE)),
+    ], [4, 1], [REGISTERS, FETCH_REGISTERS])

@@ -23,13 +23,17 @@ from routed_experts.weights import ExpertWeights
 # Of 65536 a multiprocessor has, for 384 threads; then those of a warp that only fetches and of one that multiplies.
 _REGISTERS, _FETCH_REGISTERS, _MULTIPLY_REGISTERS = 168, 24, 240
 _HALF_ROWS = 64
+# From this depth on a tile takes long enough that a program for each is as fast, and fills the last round better.
+_DEEP = 4096
 
 
 def pieces_of(choice: Choice, sizes: Sizes, dtype: torch.dtype) -> list[Piece]:
-    """Scratch memory of a call: rows, gated units and their scales, the slots, and what finds the rows."""
+    """Scratch memory of a call: gated units, scales of them and of the rows, the slots, and what finds the rows.
+
+    Rows, a byte a number, are where the slots will be: nobody reads them any more when those are written.
+    """
     groups = triton.cdiv(sizes.hidden, ROW_GROUP), triton.cdiv(sizes.inner, ROW_GROUP)
     return [
-        Piece((sizes.pairs, sizes.hidden), torch.float8_e4m3fn),
         Piece((groups[0], sizes.pairs), torch.float32),
         Piece((sizes.pairs, sizes.inner), torch.float8_e4m3fn),
         Piece((groups[1], sizes.pairs), torch.float32),
@@ -44,13 +48,19 @@ def launches_of(
     experts: ExpertWeights, choice: Choice, x: Tensor, ids: Tensor, weights: Tensor, made: list[Tensor], out: Tensor
 ) -> Iterator[Launch]:
     """The kernels of a call, in order; ``made`` is the memory of :func:`pieces_of`."""
-    rows, row_scale, a, a_scale, slots, tiles, places, chunks = made
+    row_scale, a, a_scale, slots, tiles, places, chunks = made
     sizes = sizes_of(experts, ids)
+    rows = rows_in(slots)
     yield from layout_launches(ids, tiles, chunks, sizes.experts, choice.up.rows, tiles=True)
     yield from gather(x, sizes, tiles, places, rows, row_scale)
     yield up(experts, choice, sizes, rows, row_scale, tiles, a, a_scale)
     yield down(experts, choice, sizes, a, a_scale, tiles, slots)
     yield mlp.weigh(slots, ids, weights, out, sizes.experts)
+
+
+def rows_in(slots: Tensor) -> Tensor:
+    """Rows (S, H) in E4M3, in the memory of slots (S, H)."""
+    return slots.view(torch.float8_e4m3fn).view(-1)[: slots.numel()].view(slots.shape)
 
 
 def gather(x: Tensor, sizes: Sizes, tiles: Tensor, places: Tensor, rows: Tensor, scale: Tensor) -> Iterator[Launch]:
@@ -88,7 +98,8 @@ def up(
         *(_describe(rows, _HALF_ROWS), row_scale, tiles, _describe(matrix.weight.flatten(0, 1), ROW_GROUP)),
         *(matrix.scale, a, a_scale, sizes.pairs, num_tiles(sizes, config), programs),
     )
-    return _launch(up_hopper, choice, sizes, matrix, arguments, {**gate, "STAGES": config.stages})
+    more = {**gate, "STAGES": config.stages}
+    return _launch(up_hopper, _beside(sizes.hidden, choice), sizes, matrix, arguments, more)
 
 
 def down(
@@ -103,18 +114,25 @@ def down(
         *(_describe(a, _HALF_ROWS), a_scale, tiles, _describe(matrix.weight.flatten(0, 1), ROW_GROUP)),
         *(matrix.scale, slots, sizes.pairs, num_tiles(sizes, config), programs),
     )
-    return _launch(down_hopper, choice, sizes, matrix, arguments, {"STAGES": config.stages})
+    more = {"STAGES": config.stages}
+    return _launch(down_hopper, _beside(sizes.inner, choice), sizes, matrix, arguments, more)
+
+
+def _beside(depth: int, choice: Choice) -> int | None:
+    """Programs that take all tiles of a product of this depth, None for one a tile."""
+    return None if depth >= _DEEP else choice.programs
 
 
 def _launch(
-    kernel: Any, choice: Choice, sizes: Sizes, matrix: Matrix, arguments: tuple[Any, ...], more: dict[str, Any]
+    kernel: Any, programs: int | None, sizes: Sizes, matrix: Matrix, arguments: tuple[Any, ...], more: dict[str, Any]
 ) -> Launch:
     expert, column, depth = matrix.strides
     constants = {
         **{"HIDDEN": sizes.hidden, "INNER": sizes.inner, "S_E": expert, "S_N": column, "S_D": depth},
         **{"GROUP": GROUP, "FETCH_REGISTERS": _FETCH_REGISTERS, "REGISTERS": _MULTIPLY_REGISTERS, **more},
     }
-    grid = (min(arguments[-1], choice.programs), 1, 1)
+    tiles = arguments[-1]
+    grid = (tiles if programs is None else min(tiles, programs), 1, 1)
     return Launch(kernel, grid, arguments, constants, 4, 1, _REGISTERS)
 
 

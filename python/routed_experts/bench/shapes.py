@@ -82,4 +82,7 @@ def _parse(text: str) -> Shape:
     shape = Shape(*map(int, parts))
     if shape.top_k > shape.experts:
         raise click.UsageError(f"--shape {text!r} asks for more experts a token (K) than there are (E)")
+    # Bytes of the larger projection in float32, the widest dtype that is measured.
+    if 4 * shape.experts * 2 * shape.inner * shape.hidden >= 2**63:
+        raise click.UsageError(f"--shape {text!r} is too large for any tensor")
     return shape

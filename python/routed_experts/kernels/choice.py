@@ -132,7 +132,9 @@ def _quantized(
     mean = sizes.pairs / sizes.experts if is_sorted else 0.0
     may_quantize = may_quantize and dtype.itemsize == 2 and reads_e4m3 and _groups_fit(experts)
     quantizes = may_quantize and not is_fp4 and is_sorted and mean >= _MEAN_ROWS_QUANTIZED
-    table = quantized_configs.table(device.capability, is_fp4=is_fp4, quantizes=quantizes)
+    table = quantized_configs.table(
+        device.capability, is_fp4=is_fp4, quantizes=quantizes, records=is_fp4 and may_quantize
+    )
     up, down = quantized_configs.products(table, mean, sizes.tokens)
     widths = 1 + experts.has_gate
     up = quantized_configs.fit(up, widths, dtype.itemsize, is_fp4, device.shared_bytes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 
 import torch
@@ -24,7 +25,7 @@ def stack(scheme, experts, rows, columns, halves):
     return weight, scale.float() / 127 if scheme.scale_dtype == torch.float32 else scale.view(E8M0)
 
 
-def launches(capability, scheme, dtype, tokens, slots, experts, hidden, inner):
+def launches(capability, multiprocessors, scheme, dtype, tokens, slots, experts, hidden, inner):
     up, up_scale = stack(scheme, experts, 2 * inner, hidden, True)
     down, down_scale = stack(scheme, experts, hidden, inner, False)
     weights = rx.ExpertWeights(
@@ -37,7 +38,8 @@ def launches(capability, scheme, dtype, tokens, slots, experts, hidden, inner):
     x = torch.empty(tokens, hidden, dtype=dtype)
     ids, routing = torch.zeros(tokens, slots, dtype=torch.int64), torch.empty(tokens, slots)
     sizes = sizes_of(weights, ids)
-    choice = choose(weights, sizes, dtype, Device(divmod(capability, 10), SHARED[capability]), may_quantize=True)
+    device = Device(divmod(capability, 10), SHARED[capability], multiprocessors)
+    choice = choose(weights, sizes, dtype, device, may_quantize=True)
     pieces = fused.pieces_of(choice, sizes, dtype)
     made = cut(torch.empty(places(pieces)[1], dtype=torch.uint8), pieces)
     return fused.launches_of(weights, choice, x, ids, routing, made, torch.empty_like(x))
@@ -59,8 +61,8 @@ def main():
     for capability in map(int, sys.argv[1:]):
         for scheme in SCHEMES:
             for dtype, shape, few in ((torch.bfloat16, (24, 1024, 512), 5), (torch.float32, (24, 96, 64), 2)):
-                for tokens, slots in calls[:few]:
-                    for one in launches(capability, scheme, dtype, tokens, slots, *shape):
+                for (tokens, slots), multiprocessors in itertools.product(calls[:few], (0, 132)):
+                    for one in launches(capability, multiprocessors, scheme, dtype, tokens, slots, *shape):
                         key = (capability, one.kernel.__name__, str(one.constants), one.num_warps, one.num_stages)
                         if key in done or one.kernel.__module__.endswith("layout_kernels"):
                             continue

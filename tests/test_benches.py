@@ -232,6 +232,23 @@ def test_floor_is_the_larger_of_two(bench):
     assert many.us == many.read_us == pytest.approx(6 * 4096 * 2 * 4096 * 14336 / 800e6)
 
 
+def test_floor_of_quantized_weights_is_at_the_rate_of_their_products(bench, monkeypatch):
+    shape = bench.shapes.Shape(8, 2, 4096, 14336)
+    tflops = {**RATES["matmul_tflops"], bench.floor.E4M3: 1400.0}
+    ceilings = bench.floor.Ceilings(**{**RATES, "matmul_tflops": tflops})
+    plain = bench.floor.floor(shape, 65536, "bfloat16", 8, ceilings)
+    quantized = bench.floor.floor(shape, 65536, "bfloat16", 8, ceilings, 1.0)
+    older = bench.floor.floor(shape, 65536, "bfloat16", 8, bench.floor.Ceilings(**RATES), 1.0)
+    assert quantized.us == pytest.approx(plain.us * 800 / 1400)
+    assert older.us == plain.us
+    capability = iter([(9, 0), (8, 6)])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: next(capability))
+    ask = bench.floor.products
+    assert ask("cuda", ["bfloat16"], is_quantized=True) == ["bfloat16", bench.floor.E4M3]
+    assert ask("cuda", ["bfloat16"], is_quantized=True) == ["bfloat16"]
+    assert ask("cuda", ["bfloat16"], is_quantized=False) == ask("cpu", ["bfloat16"], is_quantized=True) == ["bfloat16"]
+
+
 def test_ratios_take_the_smaller_mode(bench):
     row = {"floor": {"us": 10.0}, "us": {"auto": 40.0, "eager": 90.0, "transformers grouped_mm": 50.0}}
     row["graph_us"] = {"auto": 15.0, "transformers grouped_mm": 30.0}
@@ -251,6 +268,9 @@ def test_published_figures_are_of_one_device_dtype_and_routing(bench):
         ("cuda", "bfloat16", 64, "balanced"),
     ]
     assert [ask("deepseek-v3", *other) for other in [*others, ("cuda", "bfloat16", 65, "skewed")]] == [None] * 4
+    assert ask("deepseek-v3", "cuda", "bfloat16", 64, "skewed", "fp8_block") == 1.02
+    assert ask("mixtral", "cuda", "bfloat16", 64, "skewed", "fp8_block") is None
+    assert ask("deepseek-v3", "cuda", "bfloat16", 64, "skewed", "mxfp4") is None
 
 
 def test_routing_is_skewed_or_balanced(bench):

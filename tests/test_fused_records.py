@@ -34,11 +34,11 @@ def run(monkeypatch):
     return call
 
 
-def quantized(rows, depth):
-    """Rows as E4M3 numbers of ``depth`` columns a scale, in float64."""
-    groups = rows.float().unflatten(1, (-1, depth))
-    scale = groups.abs().amax(2, keepdim=True).clamp(min=1e-30) / 448
-    return ((groups / scale).to(torch.float8_e4m3fn).double() * scale.double()).flatten(1)
+def quantized(rows):
+    """Rows as E4M3 numbers of a scale each, in float64."""
+    rows = rows.float()
+    scale = rows.abs().amax(1, keepdim=True).clamp(min=1e-30) / 448
+    return (rows / scale).to(torch.float8_e4m3fn).double() * scale.double()
 
 
 def truncated(rows):
@@ -46,19 +46,19 @@ def truncated(rows):
     return (rows.float().view(torch.int32) & -65536).view(torch.float32)
 
 
-def reference(x, ids, scale, wide, is_gated=True, depth=HIDDEN):
+def reference(x, ids, scale, wide, is_gated=True):
     """SiLU experts over rows that are quantized before each product."""
     out = torch.zeros(x.shape, dtype=torch.float64)
     for token, slot in (ids < EXPERTS).logical_and(ids >= 0).nonzero().tolist():
         expert = int(ids[token, slot])
         up, down = wide["gate_up_proj" if is_gated else "up_proj"][expert], wide["down_proj"][expert]
-        u = quantized(x[token : token + 1], depth) @ up.T
+        u = quantized(x[token : token + 1]) @ up.T
         if is_gated:
             gate, linear = u.chunk(2, 1)
             u = torch.nn.functional.silu(gate) * linear
         else:
             u = torch.nn.functional.silu(u)
-        out[token] += scale[token, slot].double() * (quantized(truncated(u), 128) @ down.T)[0]
+        out[token] += scale[token, slot].double() * (quantized(truncated(u)) @ down.T)[0]
     return out
 
 
@@ -68,19 +68,18 @@ def check(run, tokens, weights, wide, **flags):
     assert ran.count("record_rows") == 2
     wanted = reference(x, ids, scale, wide, **flags)
     # The interpreter truncates sums to bfloat16; where one of a few large ones decides a rounding, a token shows it.
-    assert relative_error(out, wanted) < 3e-2
+    assert relative_error(out, wanted) < 4e-2
     each = (out.double() - wanted).norm(dim=1) / wanted.norm(dim=1)
     assert each[each.isfinite()].median() < 1e-2
     return out
 
 
-@pytest.mark.parametrize("tokens", [1, 5, 40], ids=["one", "by pair", "by tile"])
+@pytest.mark.parametrize("tokens", [1, 5, 40, 600], ids=["one", "by pair", "by tile", "by tall tile"])
 @pytest.mark.parametrize("is_gated", [True, False])
 def test_same_quantization(tokens, is_gated, run, poisoned):
-    """Steps of 256 and of 128, which do not divide 384 by twice as many."""
     poisoned()
     weights, wide = build(MXFP4, experts=EXPERTS, hidden=HIDDEN, inner=INNER, dtype=torch.bfloat16, has_gate=is_gated)
-    check(run, tokens, weights, wide, is_gated=is_gated, depth=128 if tokens == 40 else 256)
+    check(run, tokens, weights, wide, is_gated=is_gated)
 
 
 @pytest.mark.parametrize("lower", [1, 11, 14, 40])
@@ -98,6 +97,20 @@ def test_small_scales(lower, whole, run, poisoned):
     if whole:
         x, ids, weight = routing(5, 2, EXPERTS, HIDDEN, torch.bfloat16, sentinels=True)
         assert relative_error(out[:, :32], reference(x, ids, weight, wide)[:, :32]) < 2e-2
+
+
+@pytest.mark.parametrize("tokens", [6, 40])
+def test_rows_of_zeros_and_tiny_ones(tokens, run, poisoned):
+    """A row has a scale of its own: another one's size costs it no digit, and zeros stay zeros."""
+    weights, wide = build(MXFP4, experts=EXPERTS, hidden=HIDDEN, inner=INNER, dtype=torch.bfloat16)
+    x, ids, scale = routing(tokens, 2, EXPERTS, HIDDEN, torch.bfloat16)
+    x[0], x[1], x[2] = 0, x[1] * 2.0**-20, x[2] * 4
+    poisoned()
+    out, _ = run(weights, x, ids, scale)
+    assert not out[0].any()
+    wanted = reference(x, ids, scale, wide)
+    for token in (1, 2, 3):
+        assert (out[token].double() - wanted[token]).norm() < 4e-2 * wanted[token].norm()
 
 
 @pytest.mark.parametrize("width", [160, 64])

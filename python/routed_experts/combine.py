@@ -185,7 +185,9 @@ class _Combine(torch.autograd.Function):
         scale = _scale(rows, weights, routes)
         ctx.save_for_backward(rows, scale, valid, source, position)
         ctx.known, ctx.weights_dtype = (clean, exclusive), weights.dtype
-        return _weigh(rows, scale, routes, dtype)
+        out = _weigh(rows, scale, routes, dtype)
+        # torch 2.11 compiles gradients that are 0 where the result is a tensor that was changed in place or not cast.
+        return out.clone() if torch.compiler.is_compiling() else out
 
     @staticmethod
     @once_differentiable

@@ -52,7 +52,6 @@ _MACHINE_VARIABLES = (
 # which decodes each value; where an interpreter has no such dict, the slow way is the same.
 _ENVIRON: Any = getattr(os.environ, "_data", os.environ)
 _encode = os.environ.encodekey if _ENVIRON is not os.environ else str
-_get = _ENVIRON.get
 _SWITCHES = (CHECKED, RECOMPUTE, MAIN_GRAD)
 _CHECKED, _RECOMPUTE, _MAIN_GRAD, _BUDGET, *_MACHINE = map(_encode, (*_SWITCHES, BATCHED_BYTES, *_MACHINE_VARIABLES))
 _OFF = (None, _encode(""), _encode("0"))
@@ -118,23 +117,23 @@ class Facts:
 
 def environment(kind: str) -> tuple[Any, ...]:
     """Return the values of the variables that facts of this kind of device depend on; cheap to compare."""
-    budget = _get(_BUDGET)
-    return (budget,) if kind == "cpu" else (budget, *map(_get, _MACHINE))
+    budget = _ENVIRON.get(_BUDGET)
+    return (budget,) if kind == "cpu" else (budget, *map(_ENVIRON.get, _MACHINE))
 
 
 def environment_checks() -> bool:
     """Return whether ``ROUTED_EXPERTS_CHECKED`` asks for ids to be checked; cheap enough for every call."""
-    return _get(_CHECKED) not in _OFF
+    return _ENVIRON.get(_CHECKED) not in _OFF
 
 
 def keeps_first_product() -> bool:
     """Return whether ``fused`` keeps its first product for the backward: no with ``ROUTED_EXPERTS_FUSED_RECOMPUTE``."""
-    return _get(_RECOMPUTE) in _OFF
+    return _ENVIRON.get(_RECOMPUTE) in _OFF
 
 
 def uses_main_gradients() -> bool:
     """Return whether ``ROUTED_EXPERTS_MAIN_GRAD`` asks for weight gradients to be added to ``main_grad``."""
-    return _get(_MAIN_GRAD) not in _OFF
+    return _ENVIRON.get(_MAIN_GRAD) not in _OFF
 
 
 def batched_budget() -> int:

@@ -65,7 +65,9 @@ def run(
     try:
         with torch.inference_mode():
             before("ceilings of this device")
-            ceilings = floor.measure(grid.device, grid.dtypes, min(grid.seconds, 0.5))
+            is_quantized = any(name != measure.UNQUANTIZED for name in grid.quantizations)
+            products = floor.products(grid.device, grid.dtypes, is_quantized=is_quantized)
+            ceilings = floor.measure(grid.device, products, min(grid.seconds, 0.5))
             found["ceilings"] = ceilings.to_dict()
             for row in rows(grid, ceilings, before):
                 found["rows"].append(row)

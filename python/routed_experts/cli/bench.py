@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import click
 import torch
 
+from routed_experts.backends.registry import check_name
 from routed_experts.bench.shapes import SHAPES
-from routed_experts.cli.options import DTYPES, FORMATS, layer_of, layer_options, split, token_counts
+from routed_experts.cli.options import DTYPES, FORMATS, finite, layer_of, layer_options, split, token_counts
 from routed_experts.cli.output import Command, print_json
 from routed_experts.cli.progress import Live
 
@@ -29,8 +30,21 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 @click.option("--modes", default="eager", show_default=True, help="eager, compiled and, on CUDA, graph.")
 @click.option("--backends", default="", help="Leave out all backends but these; auto is a name here.")
 @click.option("--skip-peers", is_flag=True, help="Leave other libraries' functions out.")
-@click.option("--seconds", default=1.0, show_default=True, help="For each row and mode, all candidates together.")
-@click.option("--most-copies", default=64, show_default=True, help="Most (token, slot) pairs for batched_mm.")
+@click.option(
+    "--seconds",
+    type=click.FloatRange(min=0, min_open=True),
+    callback=finite,
+    default=1.0,
+    show_default=True,
+    help="For each row and mode, all candidates together.",
+)
+@click.option(
+    "--most-copies",
+    type=click.IntRange(min=0),
+    default=64,
+    show_default=True,
+    help="Most (token, slot) pairs for batched_mm.",
+)
 @click.option("--json", "json_file", type=_FILE, is_flag=False, flag_value=STDOUT, help="Write JSON; - for stdout.")
 @click.option("--csv", "csv_file", type=_FILE, help="Write a line for every time.")
 @click.option("--png", "png_file", type=_FILE, help="Draw times and multiples of the floor against T.")
@@ -70,6 +84,8 @@ def _grid(options: dict[str, Any]) -> Grid:
     device = options["device"] or _device()
     tokens = options["tokens"]
     backends = tuple(filter(None, options["backends"].split(",")))
+    for name in backends:
+        check_name(name)
     all_shapes, weights, dtypes = shapes.chosen(options["names"], options["sizes"], device, most=1), None, None
     if options["checkpoint"] is not None:
         name, shape, weights = layer_of(options, device)
@@ -106,11 +122,13 @@ def _routing(text: str) -> Any:
 def _older(file: Path) -> dict[str, Any]:
     import json
 
+    from routed_experts.bench.crossings import compare
+
     try:
         report = json.loads(file.read_bytes())
-        if isinstance(report["rows"], list):
-            return dict(report)
-    except (ValueError, KeyError, TypeError):
+        compare(report, report)
+        return dict(report)
+    except (ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError):
         pass
     raise click.UsageError(f"--compare {file} is no JSON that bench wrote")
 

@@ -3,33 +3,58 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 import click
+import torch
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from routed_experts.errors import RoutedExpertsError
+from routed_experts.errors import DeviceError, RoutedExpertsError
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 
 
 class Command(click.Command):
-    """A command whose :class:`RoutedExpertsError` ends it with status 1 and a report, not a traceback."""
+    """A command that ends with status 1 and a report, not a traceback, on our errors and for want of memory."""
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command."""
         try:
             return super().invoke(ctx)
         except RoutedExpertsError as error:
-            if ctx.params.get("as_json"):
-                print_json({"error": describe_error(error)})
-            else:
-                click.echo(f"error: {error}", err=True)
-            ctx.exit(1)
+            _report(ctx, error)
+        except (MemoryError, RuntimeError) as error:
+            if not _is_memory(error):
+                raise
+            _report(ctx, _no_memory(error))
+
+
+def _report(ctx: click.Context, error: RoutedExpertsError) -> NoReturn:
+    if ctx.params.get("as_json"):
+        print_json({"error": describe_error(error)})
+    else:
+        click.echo(f"error: {error}", err=True)
+    ctx.exit(1)
+
+
+def _is_memory(error: BaseException) -> bool:
+    # torch has a class of its own for a device's memory only; the CPU's allocator raises a bare RuntimeError.
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "DefaultCPUAllocator" in str(error)
+
+
+def _no_memory(error: BaseException) -> DeviceError:
+    wanted = re.search(r"tried to allocate ([\d.]+ \w+)", str(error))
+    return DeviceError(
+        "not enough memory",
+        found=f"no room for {wanted[1]}" if wanted else "an allocation that failed",
+        needed="memory for the weights, a second copy of them in float32, and the calls",
+        hint="give a smaller layer or fewer tokens",
+    )
 
 
 def describe_error(error: RoutedExpertsError) -> dict[str, str | None]:

@@ -73,7 +73,9 @@ def in_order(call: Call, ratios: Mapping[Tiles, float | None]) -> Iterator[Tiles
     """
     best = min((tiles for tiles, ratio in ratios.items() if ratio is not None), key=_of(ratios), default=call.tiles)
     seen = set(ratios)
-    for tiles in itertools.chain([call.tiles], _regimes(call), _beside(call, best)):
+    # The kernels of kernels/e4m3_hopper.py are written for their tiles.
+    others = itertools.chain() if call.default.programs else itertools.chain(_regimes(call), _beside(call, best))
+    for tiles in itertools.chain([call.tiles], others):
         if tiles not in seen and all(map(is_valid, tiles)) and _fits_registers(call, tiles):
             seen.add(tiles)
             yield tiles
@@ -88,7 +90,8 @@ def _regimes(call: Call) -> Iterator[Tiles]:
     choice = call.default
     if choice.is_quantized:
         is_fp4 = call.experts.dtype == torch.int8
-        table = quantized_configs.table(call.device.capability, is_fp4=is_fp4, quantizes=choice.quantizes)
+        kinds = {"is_fp4": is_fp4, "quantizes": choice.quantizes, "records": choice.has_records}
+        table = quantized_configs.table(call.device.capability, **kinds)
     else:
         table = configs.TABLES.get(call.device.capability[0], configs._DEFAULT)
     rows = choice.up.rows

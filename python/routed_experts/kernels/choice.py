@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from routed_experts.kernels import configs, quantized_configs
+from routed_experts.kernels import configs, hopper, quantized_configs
 from routed_experts.kernels.configs import Config, smaller_ones
 from routed_experts.kernels.descriptors import can_describe
 from routed_experts.kernels.layout import tile_sizes
@@ -41,10 +41,14 @@ class Sizes(NamedTuple):
 
 
 class Device(NamedTuple):
-    """What a choice depends on: compute capability, and bytes of shared memory that a block may have."""
+    """What a choice depends on: compute capability, bytes of shared memory a block may have, multiprocessors.
+
+    Of a device that is only described, to compile for it, nobody knows how many of them there are.
+    """
 
     capability: tuple[int, int]
     shared_bytes: int
+    multiprocessors: int = 0
 
 
 class Choice(NamedTuple):
@@ -54,7 +58,8 @@ class Choice(NamedTuple):
     says that operands come through tensor descriptors; ``is_quantized`` is of the weights, ``reads_e4m3`` that the
     device converts such numbers itself.
     ``quantizes`` is that rows are multiplied as E4M3 too, ``is_narrow`` that they are quantized where they are read;
-    or, if ``has_records`` too, before that: see kernels/packed.py.
+    or, if ``has_records`` too, before that: see kernels/packed.py. ``programs`` is for the kernels of
+    kernels/e4m3_hopper.py: how many stand beside one another.
     """
 
     is_sorted: bool
@@ -68,6 +73,7 @@ class Choice(NamedTuple):
     quantizes: bool = False
     is_narrow: bool = False
     has_records: bool = False
+    programs: int = 0
 
 
 def sizes_of(experts: ExpertWeights, ids: Tensor) -> Sizes:
@@ -138,27 +144,31 @@ def _quantized(
     mean = sizes.pairs / sizes.experts if is_sorted else 0.0
     may_quantize = may_quantize and dtype.itemsize == 2 and reads_e4m3 and _groups_fit(experts)
     quantizes = may_quantize and not is_fp4 and is_sorted and mean >= _MEAN_ROWS_QUANTIZED
-    table = quantized_configs.table(device.capability, is_fp4=is_fp4, quantizes=quantizes)
+    table = quantized_configs.table(
+        device.capability, is_fp4=is_fp4, quantizes=quantizes, records=is_fp4 and may_quantize
+    )
     up, down = tiles or quantized_configs.products(table, mean, sizes.tokens)
     widths = 1 + experts.has_gate
     up = quantized_configs.fit(up, widths, dtype.itemsize, is_fp4, device.shared_bytes)
     down = quantized_configs.fit(down, 1, dtype.itemsize, is_fp4, device.shared_bytes)
     split = 1 if is_sorted else configs.split_of(down, sizes.pairs, sizes.inner, sizes.hidden)
     is_large = quantizes and device.capability >= (9, 0) and _flops(sizes) >= _LARGE_FLOPS and can_describe(experts)
+    suits = is_large and hopper.suits(experts, mean, device.capability, device.shared_bytes)
+    programs = device.multiprocessors if suits else 0
+    if programs:
+        up, down = hopper.UP, hopper.DOWN
     # Tensor cores take E4M3 as it is stored only as an operand of 64 rows (Hopper).
     is_narrow = may_quantize and not quantizes and up.swap and down.swap
     if is_narrow:
-        up, down = (_narrow(config, depth, is_fp4) for config, depth in ((up, sizes.hidden), (down, sizes.inner)))
-    kinds = (is_large, True, reads_e4m3, quantizes, is_narrow, is_narrow and is_fp4)
+        up, down = (_narrow(config, is_fp4) for config in (up, down))
+    kinds = (is_large, True, reads_e4m3, quantizes, is_narrow, is_narrow and is_fp4, programs)
     return Choice(is_sorted, up, down, float32_precision(dtype), split, *kinds)
 
 
-def _narrow(config: Config, depth: int, is_fp4: bool) -> Config:
+def _narrow(config: Config, is_fp4: bool) -> Config:
     """With steps that no scale of E4M3 weights ends in, or that divide the depth of a product of packed codes."""
     if is_fp4:
-        return config._replace(
-            depth=next(step for step in (256, 128) if step <= max(config.depth, 128) and depth % step == 0)
-        )
+        return config._replace(depth=quantized_configs.ROW_GROUP)
     return config._replace(depth=min(config.depth, quantized_configs.ROW_GROUP))
 
 
@@ -191,6 +201,9 @@ def _is_aligned(stack: Tensor, size: int) -> bool:
 
 def smaller_choices(choice: Choice) -> Iterator[Choice]:
     """The choice and ever smaller tiles, should a device have less room than the table assumes."""
+    if choice.programs:  # whose tiles are what the kernels are written for
+        yield choice
+        choice = choice._replace(programs=0)
     least = quantized_configs.ROW_GROUP if choice.has_records else quantized_configs.LEAST_DEPTH
     ups, downs = (
         [one for one in smaller_ones(config) if not choice.is_quantized or one.depth >= least]

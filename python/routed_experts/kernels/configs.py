@@ -42,6 +42,7 @@ class Table(NamedTuple):
 
     unsorted: tuple[Config, Config]  # first and second product
     regimes: tuple[Regime, ...]
+    few: tuple[Config, Config] | None = None  # unsorted, of more tokens than one or two: programs enough for wide ones
 
 
 _HOPPER = Table(

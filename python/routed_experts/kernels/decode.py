@@ -107,17 +107,13 @@ def unfold_e2m1(tile, DTYPE: tl.constexpr):
 
 @triton.jit
 def unfold_e2m1_scaled(tile, exponent, least):
-    """The numbers in the low and in the high half of bytes (N, BYTES) as E4M3, times powers of two.
+    """The numbers in the low and in the high half of bytes (N, GROUPS, BYTES) as E4M3, times powers of two.
 
-    ``exponent`` (N, GROUPS) is of each group of bytes: LEAST more than ``least``, which is the most it can be, makes
-    384 of a 6. One more than ``least`` is still exact; of ``least`` itself a half is lost.
+    ``exponent`` (N, GROUPS, 1) is of each group of bytes: LEAST more than ``least``, which is the most it can be,
+    makes 384 of a 6. One more than ``least`` is still exact; of ``least`` itself a half is lost.
     """
-    N: tl.constexpr = tile.shape[0]
-    BYTES: tl.constexpr = tile.shape[1]
-    GROUPS: tl.constexpr = exponent.shape[1]
     if IS_INTERPRETED:
-        wide = tl.reshape(tl.broadcast_to((exponent - least)[:, :, None], (N, GROUPS, BYTES // GROUPS)), (N, BYTES))
-        factor = ((wide - 6 + 127).to(tl.uint32) << 23).to(tl.float32, bitcast=True)
+        factor = ((exponent - least - 6 + 127).to(tl.uint32) << 23).to(tl.float32, bitcast=True)
         low, high = widen_e2m1(tile & 0xF, tl.float32) * factor, widen_e2m1(tile >> 4, tl.float32) * factor
         low = tl.where(tl.abs(low) < 2.0**-6, 0.0, low).to(tl.float8e4nv)
         high = tl.where(tl.abs(high) < 2.0**-6, 0.0, high).to(tl.float8e4nv)
@@ -125,8 +121,6 @@ def unfold_e2m1_scaled(tile, exponent, least):
         # The tables for the least exponent; each step above it adds one to the exponents of all but zero.
         first = exponent * 0x08080800 + (0x0C080000 - least * 0x08080800)
         second = exponent * 0x08080808 + (0x1C181410 - least * 0x08080808)
-        first = tl.reshape(tl.broadcast_to(first[:, :, None], (N, GROUPS, BYTES // GROUPS)), (N, BYTES))
-        second = tl.reshape(tl.broadcast_to(second[:, :, None], (N, GROUPS, BYTES // GROUPS)), (N, BYTES))
         low, high = tl.inline_asm_elementwise(
             _E2M1_TO_E4M3, "=r,=r,r,r,r,r,r,r,r,r,r", [tile, first, second],
             dtype=(tl.float8e4nv, tl.float8e4nv), is_pure=True, pack=4,

@@ -104,7 +104,7 @@ def _down_tile(
     EVEN: tl.constexpr, SWAP: tl.constexpr, NARROW: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """One tile of the second product over one of SPLIT parts of I, not yet weighted."""
-    LENGTH: tl.constexpr = length_of_rows(INNER, FORMAT, NARROW, BLOCK_D)
+    LENGTH: tl.constexpr = length_of_rows(INNER, FORMAT, NARROW)
     rows_M = a + row_M.to(tl.int64) * LENGTH
     matrix = weight + expert.to(tl.int64) * W_E
     if FORMAT is not None:

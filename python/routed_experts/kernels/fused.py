@@ -18,7 +18,7 @@ from torch import Tensor
 from routed_experts import _core
 from routed_experts.backends.registry import REGISTRY
 from routed_experts.errors import BackendUnavailable
-from routed_experts.kernels import e4m3_mlp, mlp, records
+from routed_experts.kernels import e4m3_hopper_mlp, e4m3_mlp, mlp, records
 from routed_experts.kernels.choice import Choice, Device, Sizes, choose, float32_precision, sizes_of, smaller_choices
 from routed_experts.kernels.constants import settle
 from routed_experts.kernels.launch import Launch, device_of, launch, plan, raw_stream
@@ -184,7 +184,7 @@ def memory_of(choice: Choice, sizes: Sizes, x: Tensor) -> tuple[list[Piece], lis
 def pieces_of(choice: Choice, sizes: Sizes, dtype: torch.dtype) -> list[Piece]:
     """Scratch memory of a call: the gated units, the slots, and what finds the rows."""
     if choice.quantizes:
-        return e4m3_mlp.pieces_of(choice, sizes, dtype)
+        return _of_rows(choice).pieces_of(choice, sizes, dtype)
     units, rows = Piece((sizes.pairs, sizes.inner), dtype), (choice.split * sizes.pairs, sizes.hidden)
     extra = records.pieces_of(choice, sizes)
     if not choice.is_sorted:
@@ -195,18 +195,23 @@ def pieces_of(choice: Choice, sizes: Sizes, dtype: torch.dtype) -> list[Piece]:
     return [units, Piece(rows, dtype), Piece((lists,), torch.int32), Piece((chunks,), torch.int32), *extra]
 
 
+def _of_rows(choice: Choice) -> Any:
+    """The launches of a call whose rows are multiplied as E4M3."""
+    return e4m3_hopper_mlp if choice.programs else e4m3_mlp
+
+
 def launches_of(
     experts: ExpertWeights, choice: Choice, x: Tensor, ids: Tensor, weights: Tensor, made: list[Tensor], out: Tensor
 ) -> Iterator[Launch]:
     """The kernels of a call, in order; ``made`` is the memory of :func:`_pieces`."""
     if choice.quantizes:
-        yield from e4m3_mlp.launches_of(experts, choice, x, ids, weights, made, out)
+        yield from _of_rows(choice).launches_of(experts, choice, x, ids, weights, made, out)
         return
     rest, recorded = (made[:-2], made[-2:]) if choice.has_records else (made, [])
     a, slots = rest[:2]
     rows, units = recorded or (x, a)
     if recorded:
-        yield records.record(x, rows, choice.up.depth)
+        yield records.record(x, rows)
     if choice.is_sorted:
         tiles, chunks = rest[2:]
         yield from launches(ids, tiles, chunks, experts.num_experts, choice.up.rows, tiles=True)
@@ -214,7 +219,7 @@ def launches_of(
         tiles = rest[2]
     yield mlp.up(experts, choice, rows, ids, tiles, a)
     if recorded:
-        yield records.record(a, units, choice.down.depth)
+        yield records.record(a, units)
     if choice.is_sorted:
         yield mlp.down_by_tile(experts, choice, units, ids, tiles, slots)
         yield mlp.weigh(slots, ids, weights, out, experts.num_experts)
@@ -250,7 +255,8 @@ def limits(device: torch.device) -> Device:
         properties = triton.runtime.driver.active.utils.get_device_properties(device.index)
     except Exception as error:  # Triton lets through whatever its build raises.
         raise _cannot_build(error) from error
-    return Device(torch.cuda.get_device_capability(device), properties["max_shared_mem"])
+    capability = torch.cuda.get_device_capability(device)
+    return Device(capability, properties["max_shared_mem"], properties["multiprocessor_count"])
 
 
 def _cannot_build(error: Exception) -> BackendUnavailable:
@@ -263,7 +269,7 @@ def _cannot_build(error: Exception) -> BackendUnavailable:
 
 
 def _too_large(device: torch.device) -> BackendUnavailable:
-    capability, shared = limits(device)
+    capability, shared, _ = limits(device)
     return BackendUnavailable(
         "no tile of the fused kernels fits this device",
         found=f"compute capability {capability}, {shared} bytes of shared memory a block",

@@ -12,7 +12,7 @@ import triton
 from torch import Tensor
 
 from routed_experts.kernels import experts as kernels
-from routed_experts.kernels import mlp_large
+from routed_experts.kernels import mlp_large, quantized_configs
 from routed_experts.kernels.choice import Choice, Sizes, num_tiles, sizes_of
 from routed_experts.kernels.configs import Config
 from routed_experts.kernels.constants import (
@@ -29,9 +29,6 @@ from routed_experts.kernels.launch import Launch
 from routed_experts.kernels.matrices import Matrix, down_matrix, up_matrix
 from routed_experts.kernels.weigh import weigh as weigh_kernel
 from routed_experts.weights import ExpertWeights
-
-# Of a thread, for three blocks of 128 on a multiprocessor: the compiler would take more than it needs.
-_REGISTERS_OF_RECORDS = 168
 
 
 def up(
@@ -161,5 +158,5 @@ def _launch(
     config: Config,
     choice: Choice,
 ) -> Launch:
-    registers = _REGISTERS_OF_RECORDS if choice.has_records and config.rows <= 32 else None
+    registers = quantized_configs.registers(config) if choice.has_records else None
     return Launch(kernel, grid, arguments, constants, config.warps, config.stages, registers)

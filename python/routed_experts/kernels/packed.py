@@ -1,10 +1,10 @@
 """Rows times columns of E2M1 numbers in groups of 32 with a power of two, on tensor cores for E4M3 (Hopper).
 
-Rows are quantized before: a row is a record for each step of BLOCK_D, of that many E4M3 numbers, the even ones first
-as they meet the low halves of the weights' bytes, and in RECORD more bytes their scale in float32. So they pass from
-memory to the tensor cores untouched. E2M1 numbers become E4M3 ones in registers; how far the scale of a group is below
-the largest becomes part of the numbers, whose exponents have room for eleven such powers: below the largest of all that
-a program reads if that is room enough, which is cheaper, or else of each step and column.
+Rows are quantized before: a row's record is its E4M3 numbers, in the order in which tensor cores meet them, and in
+RECORD more bytes their scale in float32. So they pass from memory to the tensor cores untouched. E2M1 numbers become
+E4M3 ones in registers; how far the scale of a group is below the largest becomes part of the numbers, whose exponents
+have room for eleven such powers: below the largest of all that a program reads if that is room enough, which is
+cheaper, or else of each step and column.
 """
 
 from __future__ import annotations
@@ -20,26 +20,22 @@ from routed_experts.kernels.product import IS_INTERPRETED
 
 # Bytes of a record beside its numbers: what follows stays aligned to vectors.
 RECORD = tl.constexpr(16)
+# Numbers of a column that are multiplied at a time: four groups, whose scales are a word.
+STEP = tl.constexpr(128)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
-def record_rows(
-    x, out, num_rows, WIDTH: tl.constexpr, X_T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
-):
-    """Rows (T, WIDTH) to records of BLOCK_D numbers."""
-    HALF: tl.constexpr = BLOCK_D // 2
-    row_M = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    step = tl.program_id(1)
-    mask_M = row_M < num_rows
-    column_D = step * BLOCK_D + tl.arange(0, BLOCK_D)
-    tile = tl.load(x + row_M[:, None].to(tl.int64) * X_T + column_D[None, :], mask=mask_M[:, None], other=0.0)
-    values, scales = to_e4m3(tile.to(tl.float32), BLOCK_D)
-    even, odd = tl.split(tl.reshape(values, (BLOCK_M, HALF, 2)))
-    place_M = out + (row_M.to(tl.int64) * (WIDTH // BLOCK_D) + step) * (BLOCK_D + RECORD)
-    place = place_M[:, None] + tl.arange(0, HALF)[None, :]
-    tl.store(place, even, mask=mask_M[:, None])
-    tl.store(place + HALF, odd, mask=mask_M[:, None])
-    tl.store((place_M + BLOCK_D).to(tl.pointer_type(tl.float32)), tl.reshape(scales, (BLOCK_M,)), mask=mask_M)
+@triton.jit
+def record_rows(x, out, WIDTH: tl.constexpr, X_T: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Rows (T, WIDTH) to their records, a row a program; BLOCK_D is at least WIDTH, and whole steps."""
+    row = tl.program_id(0).to(tl.int64)
+    column_D = tl.arange(0, BLOCK_D)
+    tile = tl.load(x + row * X_T + column_D, mask=column_D < WIDTH, other=0.0).to(tl.float32)
+    values, scale = to_e4m3(tl.reshape(tile, (1, BLOCK_D)), BLOCK_D)
+    # Bytes of a group of 16 are apart by as much as tensor cores take from a row at a time; see ``_operand``.
+    values = tl.permute(tl.reshape(values, (BLOCK_D // STEP, 4, 4, 4, 2)), (0, 4, 2, 1, 3))
+    place = out + row * (WIDTH + RECORD)
+    tl.store(place + column_D, tl.reshape(values, (BLOCK_D,)), mask=column_D < WIDTH)
+    tl.store((place + WIDTH).to(tl.pointer_type(tl.float32)) + tl.arange(0, 1), tl.reshape(scale, (1,)))
 
 
 @triton.jit
@@ -50,19 +46,56 @@ def _dot(tile, row, acc):
 
 
 @triton.jit
-def _range_of_scales(place_N, valid_N, begin, end):
+def _as_loaded(value_N, WARPS: tl.constexpr):
+    """Values of the rows of an operand of tensor cores, (N,), in the order in which threads load the rows."""
+    N: tl.constexpr = value_N.shape[0]
+    if N % (16 * WARPS) == 0:
+        split = tl.reshape(value_N, (N // (16 * WARPS), WARPS, 2, 8))
+        value_N = tl.reshape(tl.permute(split, (0, 2, 1, 3)), (N,))
+    return value_N
+
+
+@triton.jit
+def _as_multiplied(value_N, WARPS: tl.constexpr):
+    """The inverse of ``_as_loaded``."""
+    N: tl.constexpr = value_N.shape[0]
+    if N % (16 * WARPS) == 0:
+        split = tl.reshape(value_N, (N // (16 * WARPS), 2, WARPS, 8))
+        value_N = tl.reshape(tl.permute(split, (0, 2, 1, 3)), (N,))
+    return value_N
+
+
+@triton.jit
+def _operand(low, high, WARPS: tl.constexpr):
+    """Numbers of the low and the high halves of bytes (N, 4, 16), as loaded, in the order of the records: (N, 128).
+
+    A thread loads 16 bytes of a row, and its neighbours the rest of 64: that is how the tensor cores want a row's
+    quarters, so that no number leaves its thread.
+    """
+    N: tl.constexpr = low.shape[0]
+    both = tl.join(low, high)
+    if N % (16 * WARPS) == 0:
+        both = tl.reshape(both, (N // (16 * WARPS), 2, WARPS, 8, 4, 4, 4, 2))
+        both = tl.permute(both, (0, 2, 1, 3, 7, 5, 4, 6))
+    else:
+        both = tl.permute(tl.reshape(both, (N, 4, 4, 4, 2)), (0, 4, 2, 1, 3))
+    return tl.reshape(both, (N, 128))
+
+
+@triton.jit
+def _range_of_scales(place_N, begin, end, WORDS: tl.constexpr):
     """The largest and the smallest scale of some columns, as stored: bytes along D, contiguous, four a word."""
-    WORDS: tl.constexpr = 16
     word = tl.arange(0, WORDS)
+    last = end // 128 - 1
     largest = tl.zeros((place_N.shape[0], WORDS), dtype=tl.int32)
     smallest = largest + 255
     for start in range(begin // 128, end // 128, WORDS):
-        mask = valid_N[:, None] & (word < end // 128 - start)[None, :]
-        four = tl.load(place_N.to(tl.pointer_type(tl.int32))[:, None] + (start + word)[None, :], mask=mask, other=0)
-        for place in tl.static_range(4):
-            one = (four >> (8 * place)) & 0xFF
+        place = place_N.to(tl.pointer_type(tl.int32))[:, None] + tl.minimum(start + word, last)[None, :]
+        four = tl.load(place)
+        for byte in tl.static_range(4):
+            one = (four >> (8 * byte)) & 0xFF
             largest = tl.maximum(largest, one)
-            smallest = tl.minimum(smallest, tl.where(mask, one, 255))
+            smallest = tl.minimum(smallest, one)
     return tl.max(tl.max(largest, axis=1), axis=0), tl.min(tl.min(smallest, axis=1), axis=0)
 
 
@@ -70,69 +103,63 @@ def _range_of_scales(place_N, valid_N, begin, end):
 def _sum_of_steps(
     rows_M, mask_M, weight, place_N, column_N, top, begin, end,
     N: tl.constexpr, W_N: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, EVEN: tl.constexpr, ONE_TOP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr, ONE_TOP: tl.constexpr, WARPS: tl.constexpr,
 ):
-    """The product, (N, M); ``top`` is as large as any scale and none is far below it, or each step has one."""
-    HALF: tl.constexpr = BLOCK_D // 2
-    GROUPS: tl.constexpr = BLOCK_D // 32
-    # All scales of a step and a column are one word.
-    WORD: tl.constexpr = tl.uint64 if GROUPS == 8 else tl.uint32
-    byte = tl.arange(0, HALF)
-    rows_M += begin // BLOCK_D * (BLOCK_D + RECORD)
-    row_ptr = rows_M[:, None] + byte[None, :]
+    """The product, (N, M); ``top`` is as large as any scale and none is far below it, or each step has one.
+
+    ``column_N`` and ``place_N`` are in the order of loads.
+    """
+    byte = tl.arange(0, STEP // 2)
+    row_ptr = rows_M[:, None] + (begin + tl.arange(0, STEP))[None, :]
     weight_ptr = weight + column_N[:, None].to(tl.int64) * W_N + (begin.to(tl.int64) // 2 + byte)[None, :]
     valid_N = column_N < N
     place_N += begin // 32
-    shift = (8 * tl.arange(0, GROUPS)).to(WORD)
+    shift = 8 * tl.arange(0, 4)[None, :, None]
     acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
-    # Read a step ahead: nothing else would hide how far away they are.
-    row_scale = tl.load((rows_M + BLOCK_D).to(tl.pointer_type(tl.float32)), mask=mask_M, other=0.0)
-    for start in range(begin, end, BLOCK_D):
-        even = tl.load(row_ptr, mask=mask_M[:, None], other=0.0)
-        odd = tl.load(row_ptr + HALF, mask=mask_M[:, None], other=0.0)
-        rows_M += BLOCK_D + RECORD
-        following = mask_M & (start + BLOCK_D < end)
-        next_scale = tl.load((rows_M + BLOCK_D).to(tl.pointer_type(tl.float32)), mask=following, other=0.0)
-        word = tl.load(place_N.to(tl.pointer_type(WORD)), mask=valid_N, other=0)
+    for _start in range(begin, end, STEP):
+        row = tl.load(row_ptr, mask=mask_M[:, None], other=0.0)
         if EVEN:
+            word = tl.load(place_N.to(tl.pointer_type(tl.int32)))
             tile = tl.load(weight_ptr)
         else:
+            word = tl.load(place_N.to(tl.pointer_type(tl.int32)), mask=valid_N, other=0)
             tile = tl.load(weight_ptr, mask=valid_N[:, None] & (byte >= 0)[None, :], other=0)
-        exponent = ((word[:, None] >> shift[None, :]) & 0xFF).to(tl.int32)
+        tile = tl.reshape(tile, (BLOCK_N, 4, 16))
+        exponent = (word[:, None, None] >> shift) & 0xFF
         if ONE_TOP:
             low, high = unfold_e2m1_scaled(tile, exponent, top - LEAST)
+            acc = _dot(_operand(low, high, WARPS), row, acc)
         else:
-            top_N = (word & 0xFF).to(tl.int32)
-            for group in tl.static_range(1, GROUPS):
-                top_N = tl.maximum(top_N, ((word >> (8 * group)) & 0xFF).to(tl.int32))
-            least = (top_N - LEAST)[:, None]
+            top_N = word & 0xFF
+            for group in tl.static_range(1, 4):
+                top_N = tl.maximum(top_N, (word >> (8 * group)) & 0xFF)
+            least = (top_N - LEAST)[:, None, None]
             low, high = unfold_e2m1_scaled(tile, tl.maximum(exponent, least), least)
-        part = _dot(low, even, tl.zeros_like(acc))
-        part = _dot(high, odd, part)
-        if ONE_TOP:
-            acc += part * row_scale[None, :]
-        else:
-            acc += part * (power_of_two(top_N)[:, None] * row_scale[None, :])
-        row_scale = next_scale
-        row_ptr += BLOCK_D + RECORD
-        weight_ptr += HALF
-        place_N += GROUPS
+            part = _dot(_operand(low, high, WARPS), row, tl.zeros_like(acc))
+            acc += part * power_of_two(_as_multiplied(top_N, WARPS))[:, None]
+        row_ptr += STEP
+        weight_ptr += STEP // 2
+        place_N += 4
     return acc
 
 
 @triton.jit
 def recorded_product(
     rows_M, mask_M, weight, scale, column_N, begin, end,
-    N: tl.constexpr, W_N: tl.constexpr, S_N: tl.constexpr, Q_N: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, EVEN: tl.constexpr,
+    D: tl.constexpr, N: tl.constexpr, W_N: tl.constexpr, S_N: tl.constexpr, Q_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr,
 ):
     """Recorded rows times columns (N, D): (M, N); D is whole steps, its codes and scales contiguous and aligned."""
+    WARPS: tl.constexpr = 8 if BLOCK_M >= 128 else 4
+    WORDS: tl.constexpr = 64 if D > 4096 else 16 if D > 1024 else 8
+    column_N = _as_loaded(column_N, WARPS)
     place_N = scale_of_columns(scale, column_N, N, S_N, Q_N)
-    top, bottom = _range_of_scales(place_N, column_N < N, begin, end)
+    top, bottom = _range_of_scales(place_N, begin, end, WORDS)
     if top - bottom < LEAST:
         acc = _sum_of_steps(rows_M, mask_M, weight, place_N, column_N, top, begin, end,
-                            N, W_N, BLOCK_M, BLOCK_N, BLOCK_D, EVEN, True) * power_of_two(top)
+                            N, W_N, BLOCK_M, BLOCK_N, EVEN, True, WARPS) * power_of_two(top)
     else:
         acc = _sum_of_steps(rows_M, mask_M, weight, place_N, column_N, top, begin, end,
-                            N, W_N, BLOCK_M, BLOCK_N, BLOCK_D, EVEN, False)
-    return tl.trans(acc * 2.0**-6)
+                            N, W_N, BLOCK_M, BLOCK_N, EVEN, False, WARPS)
+    row_scale = tl.load((rows_M + D).to(tl.pointer_type(tl.float32)), mask=mask_M, other=0.0)
+    return tl.trans(acc) * (row_scale * 2.0**-6)[:, None]

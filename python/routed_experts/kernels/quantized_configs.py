@@ -23,10 +23,11 @@ _HOPPER_E4M3 = Table(
         Regime(16, Config(32, 64, 128, 4, 3, True), Config(32, 128, 128, 4, 3, True)),
         Regime(_ALL, Config(64, 64, 128, 4, 3), Config(64, 128, 128, 4, 3)),
     ),
+    few=(Config(16, 32, 128, 4, 4, True), Config(16, 128, 128, 4, 3, True)),
 )
 # Where columns are not the tensor cores' rows, numbers become bfloat16: many rows have that paid by few columns.
 _HOPPER_E2M1 = Table(
-    (Config(16, 32, 256, 4, 4, True), Config(16, 64, 256, 4, 4, True)),
+    (Config(16, 32, 128, 4, 4, True), Config(16, 64, 128, 4, 4, True)),
     (
         Regime(8, Config(16, 64, 128, 4, 4, True), Config(16, 128, 128, 4, 4, True)),
         Regime(32, Config(32, 64, 128, 4, 4, True), Config(32, 128, 128, 4, 4, True)),
@@ -34,6 +35,18 @@ _HOPPER_E2M1 = Table(
         Regime(128, Config(64, 64, 128, 4, 3), Config(64, 128, 128, 4, 3)),
         Regime(_ALL, Config(128, 128, 128, 8, 3), Config(128, 128, 64, 8, 5)),
     ),
+    few=(Config(16, 32, 128, 4, 4, True), Config(16, 128, 128, 4, 4, True)),
+)
+# Of records, kernels/packed.py, whose steps are of 128.
+_HOPPER_RECORDS = Table(
+    (Config(16, 64, 128, 4, 4, True), Config(16, 64, 128, 4, 6, True)),
+    (
+        Regime(8, Config(16, 32, 128, 4, 6, True), Config(16, 128, 128, 4, 4, True)),
+        Regime(32, Config(32, 64, 128, 4, 4, True), Config(32, 128, 128, 4, 5, True)),
+        Regime(256, Config(64, 64, 128, 4, 4, True), Config(64, 128, 128, 4, 4, True)),
+        Regime(_ALL, Config(128, 64, 128, 8, 4, True), Config(128, 128, 128, 8, 3, True)),
+    ),
+    few=(Config(16, 32, 128, 4, 6, True), Config(16, 128, 128, 4, 4, True)),
 )
 _HOPPER_ROWS = Table(
     (Config(64, 64, 128, 4, 3), Config(64, 128, 128, 4, 3)),
@@ -56,13 +69,24 @@ _DEFAULT_ROWS = Table(
     (Config(64, 64, 64, 4, 3), Config(64, 128, 64, 4, 3)),
     (Regime(_ALL, Config(64, 64, 64, 4, 3), Config(64, 128, 64, 4, 3)),),
 )
-TABLES = {9: (_HOPPER_E4M3, _HOPPER_E2M1, _HOPPER_ROWS), 10: (_HOPPER_E4M3, _HOPPER_E2M1, _HOPPER_ROWS)}
+_HOPPER_TABLES = (_HOPPER_E4M3, _HOPPER_E2M1, _HOPPER_ROWS, _HOPPER_RECORDS)
+TABLES = {9: _HOPPER_TABLES, 10: _HOPPER_TABLES}
 
 
-def table(capability: tuple[int, int], *, is_fp4: bool, quantizes: bool) -> Table:
-    """The table of an architecture, for E4M3 or E2M1 weights, or for E4M3 rows too."""
-    e4m3, e2m1, rows = TABLES.get(capability[0], (_DEFAULT, _DEFAULT, _DEFAULT_ROWS))
-    return rows if quantizes else e2m1 if is_fp4 else e4m3
+def table(capability: tuple[int, int], *, is_fp4: bool, quantizes: bool, records: bool) -> Table:
+    """The table of an architecture, for E4M3 or E2M1 weights, or for E4M3 rows too, before (E4M3) or in records."""
+    defaults = (_DEFAULT, _DEFAULT, _DEFAULT_ROWS, _DEFAULT)
+    e4m3, e2m1, rows, recorded = TABLES.get(capability[0], defaults)
+    if is_fp4:
+        return recorded if records else e2m1
+    return rows if quantizes else e4m3
+
+
+def registers(config: Config) -> int | None:
+    """Most registers of a thread of a product of records: the compiler takes more than the best occupancy leaves."""
+    if config.warps == 4:
+        return 168
+    return 128 if config.columns <= 64 else None
 
 
 def products(table: Table, mean_rows: float, most_rows: int) -> tuple[Config, Config]:
@@ -70,10 +94,7 @@ def products(table: Table, mean_rows: float, most_rows: int) -> tuple[Config, Co
     if mean_rows:
         regime = next(regime for regime in table.regimes if mean_rows <= regime.mean_rows)
         return regime.up, regime.down
-    up, down = table.unsorted
-    if most_rows > _FEWEST_TOKENS:
-        # Enough programs for wide ones.
-        down = table.regimes[0].down
+    up, down = table.few if table.few and most_rows > _FEWEST_TOKENS else table.unsorted
     rows = max(up.rows, min(64, 1 << (most_rows - 1).bit_length()))
     return up._replace(rows=rows), down._replace(rows=rows)
 

@@ -190,7 +190,7 @@ def any_product(
                       BLOCK_M, BLOCK_N, BLOCK_D, EVEN, SWAP, PRECISION)
     elif FORMAT == "e2m1" and NARROW:
         acc = recorded_product(rows_M, mask_M, weight, scale, column_N, begin, end,
-                               N, W_N, S_N, Q_N, BLOCK_M, BLOCK_N, BLOCK_D, EVEN)
+                               D, N, W_N, S_N, Q_N, BLOCK_M, BLOCK_N, EVEN)
     elif FORMAT == "e2m1":
         acc = packed_product(rows_M, mask_M, weight, scale, column_N, begin, end, D, N, ROW_D, W_N, W_D,
                              S_N, S_D, Q_N, Q_D, BLOCK_M, BLOCK_N, BLOCK_D, EVEN, SWAP, PRECISION)
@@ -201,8 +201,8 @@ def any_product(
 
 
 @triton.jit
-def length_of_rows(D: tl.constexpr, FORMAT: tl.constexpr, NARROW: tl.constexpr, BLOCK_D: tl.constexpr):
+def length_of_rows(D: tl.constexpr, FORMAT: tl.constexpr, NARROW: tl.constexpr):
     """Elements of a row of D numbers in memory."""
     RECORDED: tl.constexpr = FORMAT == "e2m1" and NARROW
-    LENGTH: tl.constexpr = D // BLOCK_D * (BLOCK_D + RECORD) if RECORDED else D
+    LENGTH: tl.constexpr = D + RECORD if RECORDED else D
     return LENGTH

@@ -10,27 +10,28 @@ from routed_experts.kernels.choice import Choice, Sizes
 from routed_experts.kernels.constants import row_stride
 from routed_experts.kernels.launch import Launch
 from routed_experts.kernels.memory import Piece
-from routed_experts.kernels.packed import RECORD, record_rows
+from routed_experts.kernels.packed import RECORD, STEP, record_rows
 
-_ROWS = 4
+# A program holds a whole row, so many numbers a warp.
+_WARP = 1024
 
 
 def pieces_of(choice: Choice, sizes: Sizes) -> list[Piece]:
     """Scratch memory for the records of tokens and of gated units, if a call has any."""
     if not choice.has_records:
         return []
-    tokens = (sizes.tokens, record_bytes(sizes.hidden, choice.up.depth))
-    units = (sizes.pairs, record_bytes(sizes.inner, choice.down.depth))
+    tokens, units = (sizes.tokens, record_bytes(sizes.hidden)), (sizes.pairs, record_bytes(sizes.inner))
     return [Piece(shape, torch.float8_e4m3fn) for shape in (tokens, units)]
 
 
-def record_bytes(width: int, depth: int) -> int:
-    """Bytes of a row of so many numbers, in records of ``depth``."""
-    return width // depth * (depth + int(RECORD.value))
+def record_bytes(width: int) -> int:
+    """Bytes of the record of a row of so many numbers."""
+    return width + int(RECORD.value)
 
 
-def record(x: Tensor, out: Tensor, depth: int) -> Launch:
-    """Rows (T, N) to records (T, :func:`record_bytes`) of so many numbers, in E4M3 memory."""
+def record(x: Tensor, out: Tensor) -> Launch:
+    """Rows (T, N) to records (T, :func:`record_bytes`), in E4M3 memory."""
     rows, width = x.shape
-    constants = {"WIDTH": width, "X_T": row_stride(x), "BLOCK_M": _ROWS, "BLOCK_D": depth}
-    return Launch(record_rows, (triton.cdiv(rows, _ROWS), width // depth, 1), (x, out, rows), constants)
+    block = max(int(STEP.value), int(triton.next_power_of_2(width)))
+    constants = {"WIDTH": width, "X_T": row_stride(x), "BLOCK_D": block}
+    return Launch(record_rows, (rows, 1, 1), (x, out), constants, max(1, min(16, block // _WARP)))

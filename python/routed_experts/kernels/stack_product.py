@@ -70,7 +70,7 @@ def _gathered(x: Tensor, tiles: Tensor, ids: Tensor, sizes: Sizes) -> Tensor:
 def _choice(matrix: Matrix, sizes: Sizes, dtype: torch.dtype, device: Device) -> Choice:
     is_sorted = sizes.pairs > configs.MOST_PAIRS_UNSORTED
     is_fp4 = matrix.format != "e4m3"
-    table = quantized_configs.table(device.capability, is_fp4=is_fp4, quantizes=False)
+    table = quantized_configs.table(device.capability, is_fp4=is_fp4, quantizes=False, records=False)
     mean = sizes.pairs / sizes.experts if is_sorted else 0.0
     config = quantized_configs.products(table, mean, sizes.tokens)[1]
     config = quantized_configs.fit(config, 1, dtype.itemsize, is_fp4, device.shared_bytes)

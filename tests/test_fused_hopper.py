@@ -50,7 +50,6 @@ def test_many_rows_on_hopper(gluon):
         {"tokens": 1024},  # too little to do
         {"tokens": 65536 * 16, "experts": 8, "hidden": 128, "inner": 32},  # a broken block
         {"hidden": 320},
-        {"experts": 2048, "tokens": 65536},  # 64 rows an expert
         {"stored": Stored("fp8_block", (128, 128), ue8m0=True)},
         {"stored": Stored("fp8_block", (64, 128))},
         {"stored": Stored("fp8_tensor")},
@@ -63,6 +62,23 @@ def test_many_rows_on_hopper(gluon):
 )
 def test_what_other_kernels_take(changes, gluon):
     assert chosen(**changes).programs == 0
+
+
+def test_few_rows_an_expert_are_left_to_other_kernels(gluon, monkeypatch):
+    monkeypatch.setattr(choice, "_LARGE_FLOPS", 0)
+    assert chosen(tokens=128).programs
+    assert not chosen(tokens=127).programs
+
+
+def test_a_search_has_no_other_tiles_to_try(gluon):
+    from routed_experts.kernels import alternatives
+
+    weights = build(BLOCKS, experts=2, hidden=256, inner=128)[0]
+    many, few = (choice.Sizes(tokens, 2, 2, 256, 128) for tokens in (65536, 64))
+    calls = [alternatives.Call(weights, sizes, torch.bfloat16, H200) for sizes in (many, few)]
+    found = [list(alternatives.in_order(call, {})) for call in calls]
+    assert found[0] == [(hopper.UP, hopper.DOWN)]
+    assert len(found[1]) > 5
 
 
 def test_without_gluon_other_kernels_take_all(monkeypatch):

@@ -11,7 +11,7 @@ import click
 import torch
 from rich.console import Console
 
-from routed_experts.cli.options import DTYPES, FORMATS, layer_of, layer_options, split, token_counts
+from routed_experts.cli.options import DTYPES, FORMATS, finite, layer_of, layer_options, split, token_counts
 from routed_experts.cli.output import Command, duration, json_option, make_table, print_json, print_section
 from routed_experts.cli.tune_tiles import SHARE, changed, print_tiles, search_tiles
 
@@ -27,7 +27,14 @@ _SHORTEST, _LONGEST = 0.05, 1.0  # seconds of timing for a point
 @click.command(cls=Command)
 @layer_options("Tune for", "Comma-separated names of models' layers. [default: one of them]")
 @click.option("--tokens", help="Token counts to measure at. [default: a range for the device]")
-@click.option("--budget", type=click.FloatRange(min=0, min_open=True), default=60.0, show_default=True, help="Seconds.")
+@click.option(
+    "--budget",
+    type=click.FloatRange(min=0, min_open=True),
+    callback=finite,
+    default=60.0,
+    show_default=True,
+    help="Seconds.",
+)
 @click.option("--again", is_flag=True, help="Measure also what the file has.")
 @click.option("--only", type=click.Choice(["times", "tiles"]), help="Of backends, or of kernels. [default: both]")
 @click.option("--export", "export_file", type=_FILE, help="Copy the file of what was measured, and measure nothing.")

@@ -76,7 +76,7 @@ def in_order(call: Call, ratios: Mapping[Tiles, float | None]) -> Iterator[Tiles
     # The kernels of kernels/e4m3_hopper.py are written for their tiles.
     others = itertools.chain() if call.default.programs else itertools.chain(_regimes(call), _beside(call, best))
     for tiles in itertools.chain([call.tiles], others):
-        if tiles not in seen and all(map(is_valid, tiles)) and _fits_registers(call, tiles):
+        if tiles not in seen and (tiles == call.tiles or (all(map(is_valid, tiles)) and _fits_registers(call, tiles))):
             seen.add(tiles)
             yield tiles
 

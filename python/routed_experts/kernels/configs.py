@@ -9,24 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from routed_experts.tiles import Config
+
 # Up to this many pairs a program finds its rows by itself; above, sorting first is the cheaper.
 MOST_PAIRS_UNSORTED = 64
 # Programs that keep the memory of the largest devices busy.
 _PROGRAMS = 256
-
-
-class Config(NamedTuple):
-    """Tile of one product: rows, columns (of the result), depth of a step; warps and pipeline stages.
-
-    ``swap`` computes the transpose, with the weights in the place where Hopper's tensor cores want 64 rows.
-    """
-
-    rows: int
-    columns: int
-    depth: int
-    warps: int
-    stages: int
-    swap: bool = False
 
 
 class Regime(NamedTuple):

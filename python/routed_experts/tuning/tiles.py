@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple, TypeAlias
 
-from routed_experts.kernels.configs import Config
+from routed_experts.tiles import Config
 from routed_experts.tuning.keys import Key
 
 # Tiles are taken instead of the built-in ones from so much of their time on: nearer than that is noise.
